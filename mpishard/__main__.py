@@ -1,0 +1,5 @@
+"""``python -m mpishard`` is the program ``mpishard``."""
+
+from mpishard.cli import main
+
+main()

@@ -1,0 +1,346 @@
+"""The communicator contract. Transports are its leaves; everything above speaks only this.
+
+[Note: three moments of a collective]
+A started collective has three moments, not one, because transports may let peers read each other's memory:
+
+- ``Work.wait()``: the result has arrived; ``out`` may be read.
+- ``Work.released()``: this rank no longer reads ``out`` (a transport may share it with the ranks of a node).
+- ``Work.wait_inputs()``: no peer reads this rank's input any more; it may be overwritten.
+
+[Note: ordered sums]
+A reduce-scatter adds the ranks' contributions one after another, in rank order, in fp32 (fp64 for fp64), to
+the shard as it stands (``start(add=True)``), or writes the first one (``start(add=False)``). Every transport
+gives these bits. Nothing here hands a sum to the MPI library.
+
+[Note: everybody's failure]
+Binding is validated on every rank and agreed by all: a mistake of one rank raises on all of them, naming it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from mpishard.array.dtypes import Array, DType, accumulator, name_of
+from mpishard.array.ops import Ops
+from mpishard.errors import CommError, ConfigError
+
+__all__ = ["Collective", "Communicator", "Node", "Tally", "Work"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where a rank runs: its place among the ranks of its node, and its node among the nodes."""
+
+    local_rank: int
+    local_size: int
+    index: int
+    count: int
+
+
+@dataclass
+class Tally:
+    """What one kind of collective has cost this rank so far."""
+
+    calls: int = 0
+    #: bytes this rank sent to others
+    bytes: int = 0
+    #: seconds from start to arrival, summed over calls (calls in flight together count each)
+    busy: float = 0.0
+    #: seconds in which computation stood still for it
+    waited: float = 0.0
+
+
+class Work(ABC):
+    """One started collective."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally = tally
+        self._started = time.perf_counter()
+        self._arrived = False
+
+    @abstractmethod
+    def _complete(self) -> float | None:
+        """Block until the result is in ``out``; return when it arrived (perf_counter) where that is known."""
+
+    @abstractmethod
+    def _inputs_free(self) -> None:
+        """Block until no peer reads this rank's input."""
+
+    def wait(self) -> None:
+        """Block until ``out`` holds the result. Calling it again is free."""
+        if self._arrived:
+            return
+        begin = time.perf_counter()
+        arrived = self._complete()
+        end = time.perf_counter()
+        self._arrived = True
+        self._tally.waited += end - begin
+        self._tally.busy += (end if arrived is None else arrived) - self._started
+
+    def released(self) -> None:  # noqa: B027 - most transports share nothing
+        """Say that this rank no longer reads ``out``."""
+
+    def wait_inputs(self) -> None:
+        """Block until this rank's input may be overwritten; implies :meth:`wait`."""
+        self.wait()
+        begin = time.perf_counter()
+        self._inputs_free()
+        self._tally.waited += time.perf_counter() - begin
+
+
+class Collective(ABC):
+    """A collective bound to its buffers; every rank starts it equally often, in the same order."""
+
+    def __init__(self, tally: Tally, nbytes: int) -> None:
+        self._tally = tally
+        self._nbytes = nbytes
+        self._work: Work | None = None
+
+    @abstractmethod
+    def _launch(self, add: bool) -> Work:
+        """Start the collective."""
+
+    def start(self, add: bool = False) -> Work:
+        """Start without blocking. ``add`` (reduce-scatter only) adds into ``out`` instead of writing it.
+
+        Raises:
+            CommError: the collective is still in flight.
+        """
+        if self._work is not None and not self._work._arrived:
+            raise CommError("a collective was started again before its last start was waited for")
+        self._tally.calls += 1
+        self._tally.bytes += self._nbytes
+        self._work = self._launch(add)
+        return self._work
+
+
+_SIGNATURE = struct.Struct("<16s16sqq192s")
+
+
+@dataclass
+class Communicator(ABC):
+    """A group of ranks. Transports implement the methods that begin with an underscore.
+
+    Buffers are 1-D, contiguous arrays of a type in :data:`mpishard.array.dtypes.DTYPES`.
+    """
+
+    transport: ClassVar[str] = ""
+
+    rank: int
+    size: int
+    node: Node
+    ops: Ops
+    tallies: dict[str, Tally] = field(
+        default_factory=lambda: {k: Tally() for k in ("all_gather", "reduce_scatter", "exchange", "broadcast")}
+    )
+    _bound: int = 0
+
+    # --- what transports give
+
+    @abstractmethod
+    def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
+        """Bind validated buffers."""
+
+    @abstractmethod
+    def _bind_reduce_scatter(
+        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+    ) -> Collective:
+        """Bind validated buffers."""
+
+    @abstractmethod
+    def _exchange(self, record: bytes) -> list[bytes]:
+        """All-gather one record of equal length from each rank."""
+
+    @abstractmethod
+    def _broadcast(self, array: Array, root: int) -> None:
+        """Copy root's array to every rank."""
+
+    @abstractmethod
+    def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
+        """Make the communicator of ``own``, the group that holds this rank; ranks in the order listed."""
+
+    @abstractmethod
+    def abort(self, message: str, code: int = 1) -> None:
+        """End every rank of the job, with ``message`` on standard error."""
+
+    def close(self) -> None:  # noqa: B027 - not every transport holds something
+        """Give back what the transport holds. Collective; no work may be in flight."""
+
+    def scratch_elements(self, count: int) -> int:
+        """Elements of scratch that a reduce-scatter of ``count`` elements in all needs, in the input's type."""
+        return 0
+
+    def allocate(self, count: int, dtype: DType) -> Array:
+        """Return a 1-D array that this transport can use well."""
+        return self.ops.empty(count, dtype)
+
+    # --- what everybody calls
+
+    def bind_all_gather(self, shard: Array, out: Array) -> Collective:
+        """Bind ``out[r*k:(r+1)*k] = rank r's shard`` with ``k = shard.size``.
+
+        ``shard`` may be this rank's own slice of ``out``; any other overlap is refused.
+
+        Raises:
+            CommError: on all ranks, when buffers do not fit or ranks bind different things.
+        """
+        problem = _buffer_problem("shard", shard) or _buffer_problem("out", out)
+        if not problem and shard.dtype != out.dtype:
+            problem = f"shard is {shard.dtype} and out is {out.dtype}; they must be of one type"
+        if not problem and out.size != shard.size * self.size:
+            problem = f"out holds {out.size} elements, {self.size} ranks with {shard.size} each need {shard.size * self.size}"
+        if not problem and np.may_share_memory(shard, out):
+            own = out[self.rank * shard.size : (self.rank + 1) * shard.size]
+            if _address(own) != _address(shard):
+                problem = f"shard overlaps out, but is not rank {self.rank}'s own slice of it"
+        self._agree_binding("all-gather", shard, problem)
+        nbytes = shard.nbytes * (self.size - 1)
+        return self._bind_all_gather(shard, out, self.tallies["all_gather"], nbytes)
+
+    def bind_reduce_scatter(self, full: Array, out: Array, scratch: Array | None = None) -> Collective:
+        """Bind ``out (+)= sum over ranks q, in rank order, of rank q's full[r*k:(r+1)*k]``, ``k = out.size``.
+
+        ``full`` is fp16, fp32 or fp64; ``out`` is fp32 (fp64 for fp64). ``scratch`` holds at least
+        ``scratch_elements(full.size)`` elements of full's type and belongs to the collective from start to
+        ``wait_inputs()``. Every element of ``full`` is read, padding too.
+
+        Raises:
+            CommError: on all ranks, when buffers do not fit or ranks bind different things.
+        """
+        problem = _buffer_problem("full", full) or _buffer_problem("out", out)
+        if not problem:
+            problem = _sum_problem(full, out)
+        if not problem and full.size != out.size * self.size:
+            problem = f"full holds {full.size} elements, {self.size} ranks with {out.size} each need {out.size * self.size}"
+        need = self.scratch_elements(full.size)
+        if not problem and need:
+            if scratch is None or scratch.size < need:
+                problem = f"scratch holds {0 if scratch is None else scratch.size} elements, {need} are needed"
+            elif scratch.dtype != full.dtype:
+                problem = f"scratch is {scratch.dtype} and full is {full.dtype}; they must be of one type"
+            else:
+                problem = _buffer_problem("scratch", scratch)
+        if not problem and (np.may_share_memory(full, out) or (scratch is not None and np.may_share_memory(scratch, full))):
+            problem = "full, out and scratch overlap; a reduce-scatter is never in place"
+        self._agree_binding("reduce-scatter", full, problem)
+        nbytes = full.nbytes // self.size * (self.size - 1)
+        return self._bind_reduce_scatter(full, out, scratch, self.tallies["reduce_scatter"], nbytes)
+
+    def exchange(self, record: bytes) -> list[bytes]:
+        """All-gather one record per rank; records are of one length. Index ``r`` is rank ``r``'s."""
+        tally = self.tallies["exchange"]
+        begin = time.perf_counter()
+        records = self._exchange(record)
+        tally.calls += 1
+        tally.bytes += len(record) * (self.size - 1)
+        seconds = time.perf_counter() - begin
+        tally.busy += seconds
+        tally.waited += seconds
+        return records
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """Copy root's ``array`` into every rank's.
+
+        Raises:
+            CommError: the buffer is not 1-D and contiguous, or there is no such root.
+        """
+        problem = _buffer_problem("array", array)
+        if not problem and not 0 <= root < self.size:
+            problem = f"root {root} is not one of the {self.size} ranks"
+        self._agree_binding("broadcast", array, problem)
+        tally = self.tallies["broadcast"]
+        begin = time.perf_counter()
+        self._broadcast(array, root)
+        tally.calls += 1
+        tally.bytes += array.nbytes if self.rank == root else 0
+        seconds = time.perf_counter() - begin
+        tally.busy += seconds
+        tally.waited += seconds
+
+    def all_reduce(self, array: Array) -> None:
+        """Replace ``array`` (fp32 or fp64, 1-D) by the sum over ranks, added in rank order.
+
+        It is an ordered reduce-scatter and an all-gather; it allocates, so it is not for use inside a step.
+        """
+        each = -(-array.size // self.size)
+        full = self.ops.empty(each * self.size, array.dtype)
+        self.ops.fill(full, 0.0)
+        self.ops.copy(array, full[: array.size])
+        shard = self.ops.empty(each, accumulator(array.dtype))
+        scratch = self.ops.empty(self.scratch_elements(full.size), full.dtype)
+        self.bind_reduce_scatter(full, shard, scratch).start().wait_inputs()
+        self.bind_all_gather(shard, full).start().wait_inputs()
+        self.ops.copy(full[: array.size], array)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.exchange(b"\0")
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
+        """Return the communicator of the group that holds this rank.
+
+        Raises:
+            ConfigError: the groups do not hold every rank exactly once.
+        """
+        if sorted(r for group in groups for r in group) != list(range(self.size)):
+            raise ConfigError(f"groups {list(map(list, groups))} must hold each of the {self.size} ranks exactly once")
+        own = next(group for group in groups if self.rank in group)
+        return self._split(groups, own)
+
+    # --- agreement
+
+    def _agree_binding(self, kind: str, array: Array, problem: str) -> None:
+        """Compare what is being bound on all ranks; raise on all when one is wrong or differs."""
+        try:
+            name = name_of(array.dtype)
+        except ConfigError:
+            name = "unknown"
+        mine = _SIGNATURE.pack(kind.encode(), name.encode(), array.size, self._bound, problem.encode()[:192])
+        self._bound += 1
+        others = [_SIGNATURE.unpack(record) for record in self.exchange(mine)]
+        for rank, other in enumerate(others):
+            message = other[4].rstrip(b"\0").decode(errors="replace")
+            if message:
+                raise CommError(f"{kind} number {self._bound - 1} cannot be bound: on rank {rank}, {message}")
+        for rank, other in enumerate(others):
+            if other[:4] != others[0][:4]:
+                raise CommError(
+                    f"ranks bind different collectives: rank 0 binds {_describe(others[0])}, "
+                    f"rank {rank} binds {_describe(other)}; every rank must bind the same ones in the same order"
+                )
+
+
+def _describe(signature: tuple[bytes, bytes, int, int, bytes]) -> str:
+    kind, name, count, number, _ = signature
+    return f"{kind.rstrip(bytes(1)).decode()} number {number} of {count} {name.rstrip(bytes(1)).decode()}"
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _buffer_problem(name: str, array: Array) -> str:
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        return f"{name} has shape {array.shape} and strides {array.strides}; a 1-D contiguous array is needed"
+    try:
+        name_of(array.dtype)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _sum_problem(full: Array, out: Array) -> str:
+    try:
+        expected = accumulator(full.dtype)
+    except ConfigError as error:
+        return str(error)
+    if out.dtype != expected:
+        return f"full is {full.dtype}, so out must be {expected}, but it is {out.dtype}"
+    return ""

@@ -1,0 +1,76 @@
+"""One rank alone: collectives are copies. It is what one process without ``mpirun`` uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mpishard.array.dtypes import Array
+from mpishard.array.ops import Ops
+from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
+
+__all__ = ["LocalCommunicator"]
+
+
+class _Done(Work):
+    """Finished when it was made."""
+
+    def _complete(self) -> None:
+        return None
+
+    def _inputs_free(self) -> None:
+        return None
+
+
+class _Gather(Collective):
+    def __init__(self, ops: Ops, shard: Array, out: Array, tally: Tally) -> None:
+        super().__init__(tally, 0)
+        self._ops, self._shard, self._out = ops, shard, out
+
+    def _launch(self, add: bool) -> Work:
+        work = _Done(self._tally)
+        self._ops.copy(self._shard, self._out)
+        return work
+
+
+class _Reduce(Collective):
+    def __init__(self, ops: Ops, full: Array, out: Array, tally: Tally) -> None:
+        super().__init__(tally, 0)
+        self._ops, self._full, self._out = ops, full, out
+
+    def _launch(self, add: bool) -> Work:
+        work = _Done(self._tally)
+        self._ops.ordered_sum([self._full], self._out, add)
+        return work
+
+
+class LocalCommunicator(Communicator):
+    """The communicator of a job of one rank."""
+
+    transport = "local"
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__(0, 1, Node(0, 1, 0, 1), ops)
+
+    def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
+        return _Gather(self.ops, shard, out, tally)
+
+    def _bind_reduce_scatter(
+        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+    ) -> Collective:
+        return _Reduce(self.ops, full, out, tally)
+
+    def _exchange(self, record: bytes) -> list[bytes]:
+        return [record]
+
+    def _broadcast(self, array: Array, root: int) -> None:
+        return None
+
+    def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
+        return LocalCommunicator(self.ops)
+
+    def abort(self, message: str, code: int = 1) -> None:
+        """Print the message and end the process."""
+        print(message, file=sys.stderr, flush=True)
+        os._exit(code)
