@@ -17,17 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+from mpishard.array.constants import CHUNK
 from mpishard.array.dtypes import Array, DType
 from mpishard.errors import ShapeError
 
-__all__ = ["CHUNK", "IGNORE", "AdamWStep", "Draw", "Ops"]
-
-#: Elements of a flat buffer that are summed together first; shards are whole multiples of it, so the
-#: partial sums of a norm do not depend on the number of ranks.
-CHUNK = 512
-
-#: A target with this value has no loss and no gradient (PyTorch's default ignore index).
-IGNORE = -100
+__all__ = ["AdamWStep", "Draw", "Ops"]
 
 
 class Draw(NamedTuple):

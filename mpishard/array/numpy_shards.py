@@ -1,0 +1,111 @@
+"""NumPy's operations on flat shards: ordered sums, norms, AdamW, initial values, fingerprints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpishard.array import random
+from mpishard.array.constants import CHUNK
+from mpishard.array.dtypes import Array
+from mpishard.array.numpy_tiles import TILE, NumpyTiles
+from mpishard.array.ops import AdamWStep, Draw
+
+__all__ = ["NumpyShardOps"]
+
+
+class NumpyShardOps(NumpyTiles):
+    """The operations that optimiser, communication and checksums use."""
+
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
+        if not blocks:
+            if not add:
+                out.fill(0.0)
+            return
+        for tile in self._tiles(out.size):
+            target = out[tile]
+            for i, block in enumerate(blocks):
+                part = block[tile]
+                if part.dtype != out.dtype:
+                    (wide,) = self._temps(part.size, out.dtype, 1)
+                    np.copyto(wide, part)
+                    part = wide
+                if i == 0 and not add:
+                    np.copyto(target, part)
+                else:
+                    np.add(target, part, out=target)
+
+    def _square_sums(self, x: Array, holes: Sequence[tuple[int, int]], out: Array) -> None:
+        wide_type = np.dtype(np.float64)
+        pending = list(reversed(holes))
+        for tile in self._tiles(x.size, TILE // CHUNK * CHUNK):
+            (wide,) = self._temps(tile.stop - tile.start, wide_type, 1)
+            np.copyto(wide, x[tile])
+            while pending and pending[-1][0] < tile.stop:
+                start, stop = pending[-1]
+                wide[max(start, tile.start) - tile.start : stop - tile.start] = 0.0
+                if stop > tile.stop:
+                    break
+                pending.pop()
+            np.multiply(wide, wide, out=wide)
+            np.add.reduce(wide.reshape(-1, CHUNK), axis=1, out=out[tile.start // CHUNK : tile.stop // CHUNK])
+
+    def _adamw(self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: AdamWStep) -> None:
+        rate = step.lr / step.correction1
+        root = 1.0 / math.sqrt(step.correction2)
+        for start, stop, decay in step.segments:
+            for local in self._tiles(stop - start):
+                tile = slice(start + local.start, start + local.stop)
+                p, m, v = param[tile], exp_avg[tile], exp_avg_sq[tile]
+                g, t = self._temps(p.size, p.dtype, 2)
+                np.multiply(grad[tile], step.factor, out=g)
+                np.multiply(m, step.beta1, out=m)
+                np.multiply(g, 1.0 - step.beta1, out=t)
+                np.add(m, t, out=m)
+                np.multiply(v, step.beta2, out=v)
+                np.multiply(g, g, out=t)
+                np.multiply(t, 1.0 - step.beta2, out=t)
+                np.add(v, t, out=v)
+                np.sqrt(v, out=t)
+                np.multiply(t, root, out=t)
+                np.add(t, step.eps, out=t)
+                np.divide(m, t, out=t)
+                np.multiply(t, rate, out=t)
+                if decay:
+                    np.multiply(p, 1.0 - step.lr * decay, out=p)
+                np.subtract(p, t, out=p)
+
+    def _normal(self, out: Array, draw: Draw, std: float) -> None:
+        first, last = draw.first, draw.first + out.size
+        for start in range(first // 2 * 2, last, TILE):
+            stop = min(start + TILE, -(-last // 2) * 2)
+            u, radius = self._temps(stop - start, np.dtype(np.float64), 2)
+            random.normal(draw._replace(first=start), u, radius)
+            np.multiply(u, std, out=u)
+            begin, end = max(start, first), min(stop, last)
+            np.copyto(out[begin - first : end - first], u[begin - start : end - start], casting="same_kind")
+
+    def _fingerprint(self, x: Array, draw: Draw) -> int:
+        # Each element's bits, plus one, times an odd number mixed from its place (the finaliser of
+        # SplitMix64, Steele et al. 2014), added up modulo 2**64.
+        words = {8: np.uint64, 4: np.uint32, 2: np.uint16}[x.dtype.itemsize]
+        total = 0
+        for tile in self._tiles(x.size, TILE // 2):
+            size = tile.stop - tile.start
+            weight, shifted, bits = self._temps(size, np.dtype(np.uint64), 3)
+            weight[...] = np.arange(size, dtype=np.uint64)
+            start = (draw.first + tile.start) * 0x9E3779B97F4A7C15 + draw.stream
+            np.multiply(weight, np.uint64(0x9E3779B97F4A7C15), out=weight)
+            np.add(weight, np.uint64(start % 2**64), out=weight)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+                np.right_shift(weight, np.uint64(shift), out=shifted)
+                np.bitwise_xor(weight, shifted, out=weight)
+                np.multiply(weight, np.uint64(factor), out=weight)
+            np.bitwise_or(weight, np.uint64(1), out=weight)
+            np.copyto(bits, x[tile].view(words))
+            np.add(bits, np.uint64(1), out=bits)
+            np.multiply(bits, weight, out=bits)
+            total += int(np.add.reduce(bits))
+        return total % 2**64

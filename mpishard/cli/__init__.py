@@ -1,0 +1,67 @@
+"""The program ``mpishard``.
+
+A mistake of the user's is one line on standard error, printed by rank 0, and exit code 2 on every rank. The
+commands import what they need when they run, so that ``--help`` answers at once and starts neither MPI nor NumPy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from mpishard import __version__
+from mpishard.cli.data import data as data_command
+from mpishard.cli.train import train as train_command
+from mpishard.errors import ConfigError
+
+__all__ = ["main", "program"]
+
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
+@click.version_option(__version__, prog_name="mpishard")
+def program() -> None:
+    """Fully sharded data parallelism (ZeRO-3) on MPI.
+
+    One process: mpishard train --preset demo. Several: mpiexec -n 4 mpishard train --preset demo.
+    """
+
+
+program.add_command(train_command)
+program.add_command(data_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the program on ``arguments`` (None: those of the process) and leave it.
+
+    Exit codes: 0 done, 2 a mistake of the user's, 130 interrupted; a command may return others. Any other
+    exception is a bug and passes through, to whatever ends the whole job.
+    """
+    try:
+        code = program.main(
+            args=None if arguments is None else list(arguments), prog_name="mpishard", standalone_mode=False
+        )
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "mpishard"
+        _report(f"{error.format_message().rstrip('.')}; see '{path} --help'")
+        code = EXIT_USER
+    except ConfigError as error:
+        _report(str(error))
+        code = EXIT_USER
+    except click.Abort:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def _report(message: str) -> None:
+    """Print one line, once per job."""
+    from mpishard.comm.launch import environment_rank
+
+    if environment_rank() in (None, 0):
+        click.echo(f"mpishard: {' '.join(message.split())}", err=True)

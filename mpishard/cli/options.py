@@ -1,0 +1,32 @@
+"""Help that lists every setting, read from the configuration itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+__all__ = ["ConfiguredCommand", "setting_rows"]
+
+
+class ConfiguredCommand(click.Command):
+    """A command whose ``--help`` ends with the presets and all settings."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the presets, then one block of settings per section."""
+        from mpishard.train.config import presets, sections
+
+        with formatter.section("Presets"):
+            formatter.write_dl(list(presets().items()))
+        for name, section in sections().items():
+            with formatter.section(f"Settings [{name}]"):
+                formatter.write_text(" ".join((section.__doc__ or "").split()))
+                formatter.write_dl(list(setting_rows(name)), col_max=26)
+
+
+def setting_rows(section: str) -> Iterator[tuple[str, str]]:
+    """Yield each key of a section, as ``section.key``, with its description, what it accepts and its default."""
+    from mpishard.train.config import expectation, sections, toml_value
+
+    for key, field in sections()[section].model_fields.items():
+        yield f"{section}.{key}", f"{field.description} ({expectation(field)}) [default: {toml_value(field.default)}]"

@@ -1,0 +1,111 @@
+"""``mpishard train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpishard.cli.options import ConfiguredCommand
+from mpishard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpishard.comm.base import Communicator
+    from mpishard.train.config import Config
+
+__all__ = ["train"]
+
+#: bytes of the record in which rank 0 tells the others the run directory
+_RECORD = 4096
+
+
+@click.command(cls=ConfiguredCommand)
+@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of settings.")
+@click.option("--preset", metavar="NAME", help="Settings to begin with; listed below.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be given many times."
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where the run writes; by default runs/NAME-DATE-TIME, NAME that of the file or the preset.",
+)
+@click.option("--print-config", is_flag=True, help="Print every setting as TOML and leave.")
+def train(
+    config_file: Path | None, preset: str | None, overrides: Sequence[str], run_dir: Path | None, print_config: bool
+) -> int:
+    """Train a GPT.
+
+    Settings come from the preset, then the file, then --set; the later wins.
+    """
+    from mpishard.train.config import dump_toml, load
+
+    config = load(config_file, preset, overrides)
+    if print_config:
+        from mpishard.comm.launch import environment_rank
+
+        if environment_rank() in (None, 0):
+            click.echo(dump_toml(config), nl=False)
+        return 0
+    name = config_file.stem if config_file is not None else preset or "train"
+    return _run(config, name, run_dir)
+
+
+def _run(config: Config, name: str, run_dir: Path | None) -> int:
+    from mpishard.array.numpy_ops import NumpyOps
+    from mpishard.comm.launch import install_abort_hook, world
+    from mpishard.train.config import check_ranks
+    from mpishard.train.loop import run
+
+    comm = world(NumpyOps(), transport=config.comm.transport)
+    install_abort_hook(comm)
+    check_ranks(config, comm.size)
+    code = run(config, agree_run_dir(comm, name, run_dir), comm)
+    comm.close()
+    return code
+
+
+def agree_run_dir(comm: Communicator, name: str, run_dir: Path | None) -> Path:
+    """Return the run directory, the same on all ranks; rank 0 makes it.
+
+    Without ``run_dir`` it is a new one, ``runs/<name>-<date>-<time>``, by rank 0's clock: runs that begin in
+    the same second do not share one.
+
+    Raises:
+        ConfigError: on all ranks, when it cannot be made.
+    """
+    record = b""
+    if comm.rank == 0:
+        try:
+            record = b"+" + str(_make_run_dir(name, run_dir)).encode(errors="surrogateescape")
+        except OSError as error:
+            record = f"-{error.filename}: cannot be made ({error.strerror}); choose another with --run-dir".encode(
+                errors="surrogateescape"
+            )
+    answer = comm.exchange(record[:_RECORD].ljust(_RECORD, b"\0"))[0].rstrip(b"\0")
+    text = answer[1:].decode(errors="surrogateescape")
+    if not answer.startswith(b"+"):
+        raise ConfigError(text)
+    return Path(text)
+
+
+def _make_run_dir(name: str, run_dir: Path | None) -> Path:
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return run_dir
+    runs = Path("runs")
+    runs.mkdir(exist_ok=True)
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while True:
+        path = runs / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path

@@ -1,0 +1,404 @@
+"""Ranks as MPI processes with arrays in host memory.
+
+[Note: who calls MPI]
+MPI moves data only while it is called, so a thread of ours owns every MPI call that this module makes after
+construction (the *pump*; it needs MPI_THREAD_SERIALIZED, not MULTIPLE). It takes *flights* from a queue, posts
+each in order, tests the posted ones and sleeps between tests; while a rank stands still for one it tests more
+eagerly. With nothing in flight it is asleep on its queue, so MPI calls that the program makes between steps
+never meet ours. Where MPI grants less than SERIALIZED there is no thread: ``start()`` posts, ``wait()`` tests.
+
+[Note: buffer lifetimes]
+MPI reads a shard or a full gradient, and writes ``out`` or the scratch, from ``start()`` to ``wait()``. MPI
+calls a send complete when its buffer may be reused, so ``wait_inputs()`` waits for nothing more. The ordered
+sum reads the scratch, and this rank's own block of ``full``, inside ``wait()`` on the caller's thread.
+
+[Note: what MPI may see]
+Whole numbers of the element's width: nothing is converted, and no sum is ever handed to MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from mpishard.array.dtypes import Array
+from mpishard.array.ops import Ops
+from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
+from mpishard.errors import CommError, ConfigError
+
+__all__ = ["CHUNK_BYTES", "MpiCommunicator"]
+
+T = TypeVar("T")
+Post = Callable[[], list[MPI.Request]]
+
+#: Above this many bytes from one rank to another, a collective goes as slices from point to point. Counts of
+#: one call stay below 2**31, which is all that Open MPI 5 can take.
+CHUNK_BYTES = 256 * 2**20
+
+#: Seconds between tests while nobody stands still: often enough to keep a network busy, seldom enough to
+#: leave the core to the computation.
+_IDLE = 2e-4
+#: Tests in a row, and then seconds between tests, while somebody stands still.
+_SPINS = 20
+_EAGER = 2e-5
+#: MPI promises tags up to 32767.
+_TAGS = 2**15
+#: Seconds that an abort waits for the pump to come free.
+_ABORT = 1.0
+
+_WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+
+
+class _Flight:
+    """One thing that the pump does: posted once, then tested until its requests are complete."""
+
+    def __init__(self, name: str, post: Post) -> None:
+        self.name, self.post = name, post
+        self.requests: list[MPI.Request] = []
+        self.awaited = False
+        self.done = threading.Event()
+        self.arrived = 0.0
+        self.error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let go of the buffers and wake who waits."""
+        self.error = error
+        self.requests = []
+        self.arrived = time.perf_counter()
+        self.done.set()
+
+
+class _Pump:
+    """Posts and tests flights for a communicator and those split from it, in a thread or in the caller."""
+
+    def __init__(self, threaded: bool) -> None:
+        self.users = 1
+        self._flights: list[_Flight] = []
+        self._queue: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._open = True
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._loop, name="mpishard communication", daemon=True)
+            self._thread.start()
+
+    def submit(self, flight: _Flight) -> None:
+        """Post a flight, after all that were submitted before it."""
+        if not self._open:
+            raise CommError(f"{flight.name}: the communicator is closed")
+        if self._thread is None:
+            self._post(flight)
+            self._test()
+        else:
+            self._queue.put(flight)
+
+    def finish(self, flight: _Flight) -> None:
+        """Block until a submitted flight is over."""
+        if not flight.done.is_set():
+            flight.awaited = True
+            if self._thread is None:
+                tests = 0
+                while not flight.done.is_set():
+                    tests = 0 if self._test() else tests + 1
+                    time.sleep(_pause(tests))
+            else:
+                self._queue.put(None)  # wakes the pump from its sleep between two tests
+                flight.done.wait()
+        if flight.error is not None:
+            raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
+
+    def do(self, name: str, post: Post) -> None:
+        """Submit a flight and wait for it."""
+        flight = _Flight(name, post)
+        flight.awaited = True
+        self.submit(flight)
+        self.finish(flight)
+
+    def call(self, name: str, function: Callable[[], T]) -> T:
+        """Make a blocking MPI call where MPI calls are made."""
+        results: list[T] = []
+
+        def post() -> list[MPI.Request]:
+            results.append(function())
+            return []
+
+        self.do(name, post)
+        return results[0]
+
+    def attempt(self, function: Callable[[], None]) -> None:
+        """Make a call that does not return; give up when the pump is held by another call."""
+        if self._thread is None:
+            if threading.current_thread() is threading.main_thread():
+                function()
+        elif self._open:
+            threading.Thread(target=self.call, args=("abort", function), daemon=True).start()
+            time.sleep(_ABORT)
+
+    def leave(self) -> None:
+        """One communicator less; the last one ends the thread."""
+        self.users -= 1
+        if self.users == 0:
+            self._open = False
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread.join()
+
+    def _loop(self) -> None:
+        tests = 0
+        while self._open:
+            try:
+                if self._flights:
+                    eager = any(flight.awaited for flight in self._flights)
+                    flight = self._queue.get(timeout=_pause(tests) if eager else _IDLE)
+                else:
+                    flight = self._queue.get()
+                tests = 0
+            except queue.Empty:
+                flight = None
+            if flight is not None:
+                self._post(flight)
+            tests = 0 if self._test() else tests + 1
+
+    def _post(self, flight: _Flight) -> None:
+        try:
+            flight.requests = flight.post()
+        except BaseException as error:
+            flight.end(error)
+        else:
+            self._flights.append(flight)
+
+    def _test(self) -> bool:
+        """Test all flights once; return whether one ended."""
+        before = len(self._flights)
+        for flight in list(self._flights):
+            error: BaseException | None = None
+            try:
+                over = MPI.Request.Testall(flight.requests)
+            except BaseException as caught:
+                error, over = caught, True
+            if over:
+                self._flights.remove(flight)
+                flight.end(error)
+        return len(self._flights) < before
+
+
+def _pause(tests: int) -> float:
+    """Seconds to sleep after so many tests in vain, for somebody who stands still."""
+    if tests > _SPINS:
+        return _EAGER
+    os.sched_yield()  # ranks may outnumber cores, and the peer that is awaited may need this one
+    return 0.0
+
+
+class _MpiWork(Work):
+    """A flight, and what the caller's thread does when it has landed."""
+
+    def __init__(self, tally: Tally, pump: _Pump, flight: _Flight, then: Callable[[], None]) -> None:
+        super().__init__(tally)
+        self._pump, self._flight, self._then = pump, flight, then
+        pump.submit(flight)
+
+    def _complete(self) -> float:
+        self._pump.finish(self._flight)
+        self._then()
+        return self._flight.arrived
+
+    def _inputs_free(self) -> None:
+        return None
+
+
+class _MpiCollective(Collective):
+    """A flight that can be repeated; ``then(add)`` makes ``out`` of what arrived."""
+
+    def __init__(
+        self, tally: Tally, nbytes: int, pump: _Pump, name: str, post: Post, then: Callable[[bool], None]
+    ) -> None:
+        super().__init__(tally, nbytes)
+        self._pump, self._name, self._post, self._then = pump, name, post, then
+
+    def _launch(self, add: bool) -> Work:
+        return _MpiWork(self._tally, self._pump, _Flight(self._name, self._post), lambda: self._then(add))
+
+
+class MpiCommunicator(Communicator):
+    """The ranks of an mpi4py intracommunicator, which is duplicated: the program's own messages never meet ours.
+
+    Ranks of one process that communicate with several groups should :meth:`split` one communicator: what is
+    split shares its thread, so MPI_THREAD_SERIALIZED remains enough.
+
+    Args:
+        comm: the intracommunicator; collective over it.
+        ops: operations on host arrays.
+        chunk_bytes: above this many bytes from rank to rank, slices go from point to point; equal on all ranks.
+        threaded: whether a thread owns the MPI calls; None for wherever MPI's thread level allows it.
+
+    Raises:
+        ConfigError: ``comm`` is an intercommunicator, or a thread was asked for and MPI does not allow it.
+    """
+
+    transport = "mpi"
+
+    def __init__(
+        self, comm: MPI.Intracomm, ops: Ops, *, chunk_bytes: int = CHUNK_BYTES, threaded: bool | None = None
+    ) -> None:
+        if comm.Is_inter():
+            raise ConfigError("an intercommunicator was given; merge it first, an intracommunicator is needed")
+        allowed = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+        if threaded and not allowed:
+            raise ConfigError(
+                "a communication thread needs MPI_THREAD_SERIALIZED and MPI was started with less; "
+                "set MPI4PY_RC_THREAD_LEVEL=serialized, or pass threaded=False"
+            )
+        own = comm.Dup()
+        self._set_up(own, _node(own), ops, _Pump(allowed if threaded is None else threaded), chunk_bytes)
+
+    def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: _Pump, chunk_bytes: int) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
+        self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
+        self._tag = 0
+        self._closed = False
+
+    def scratch_elements(self, count: int) -> int:
+        """Room for the blocks of all ranks."""
+        return count if self.size > 1 else 0
+
+    def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
+        count = shard.size
+        in_place = np.may_share_memory(shard, out)
+        own = out[self.rank * count : (self.rank + 1) * count]
+        mine, everyone = _wire(shard), _wire(out)
+        sliced = shard.nbytes > self.chunk_bytes
+        post: Post
+        if self.size == 1 or count == 0:
+            post = list
+        elif sliced:
+            post = self._point_to_point([mine] * self.size, np.split(everyone, self.size))
+        else:
+            # MPICH refuses a send buffer that is part of the receive buffer, so it is named in place.
+            kind = _WIRE[out.itemsize]
+            send: Any = MPI.IN_PLACE if in_place else [mine, count, kind]
+            post = lambda: [self._mpi.Iallgather(send, [everyone, count, kind])]  # noqa: E731
+
+        def then(add: bool) -> None:
+            if not in_place and (sliced or self.size == 1):
+                self.ops.copy(shard, own)
+
+        return _MpiCollective(tally, nbytes, self._pump, f"all-gather number {self._bound - 1}", post, then)
+
+    def _bind_reduce_scatter(
+        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+    ) -> Collective:
+        count = out.size
+        blocks = [full]
+        post: Post = list
+        if self.size > 1 and count > 0:
+            assert scratch is not None  # bound buffers were validated
+            arrived = scratch[: full.size]
+            blocks = np.split(arrived, self.size)
+            blocks[self.rank] = full[self.rank * count : (self.rank + 1) * count]
+            mine, theirs, kind = _wire(full), _wire(arrived), _WIRE[full.itemsize]
+            if full.nbytes // self.size > self.chunk_bytes:
+                post = self._point_to_point(np.split(mine, self.size), np.split(theirs, self.size))
+            else:
+                post = lambda: [self._mpi.Ialltoall([mine, count, kind], [theirs, count, kind])]  # noqa: E731
+
+        def then(add: bool) -> None:
+            self.ops.ordered_sum(blocks, out, add)
+
+        return _MpiCollective(tally, nbytes, self._pump, f"reduce-scatter number {self._bound - 1}", post, then)
+
+    def _point_to_point(self, sends: Sequence[Array], receives: Sequence[Array]) -> Post:
+        """Exchange block ``r`` with rank ``r`` in slices, nearest ranks first; the own block is left out.
+
+        Slices between two ranks arrive in the order sent. A tag per collective keeps those in flight apart;
+        every rank posts them in one order, so it counts the tags alike.
+        """
+        step = max(1, self.chunk_bytes // sends[0].itemsize)
+        kind = _WIRE[sends[0].itemsize]
+
+        def post() -> list[MPI.Request]:
+            self._tag = (self._tag + 1) % _TAGS
+            sources = [(self.rank - far) % self.size for far in range(1, self.size)]
+            targets = [(self.rank + far) % self.size for far in range(1, self.size)]
+            return [
+                self._mpi.Irecv([piece, piece.size, kind], rank, self._tag)
+                for rank in sources
+                for piece in _pieces(receives[rank], step)
+            ] + [
+                self._mpi.Isend([piece, piece.size, kind], rank, self._tag)
+                for rank in targets
+                for piece in _pieces(sends[rank], step)
+            ]
+
+        return post
+
+    def _exchange(self, record: bytes) -> list[bytes]:
+        count = len(record)
+        records = bytearray(count * self.size)
+        send, receive = [record, count, MPI.BYTE], [records, count, MPI.BYTE]
+        self._pump.do("an exchange", lambda: [self._mpi.Iallgather(send, receive)])
+        return [bytes(records[rank * count : (rank + 1) * count]) for rank in range(self.size)]
+
+    def _broadcast(self, array: Array, root: int) -> None:
+        pieces = list(_pieces(_wire(array), max(1, self.chunk_bytes // array.itemsize)))
+        kind = _WIRE[array.itemsize]
+        self._pump.do("a broadcast", lambda: [self._mpi.Ibcast([piece, piece.size, kind], root) for piece in pieces])
+
+    def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
+        color = next(index for index, group in enumerate(groups) if self.rank in group)
+        key = list(own).index(self.rank)
+
+        def make() -> tuple[MPI.Intracomm, Node]:
+            comm = cast("MPI.Intracomm", self._mpi.Split(color, key))
+            return comm, _node(comm)
+
+        comm, node = self._pump.call("a split", make)
+        child = MpiCommunicator.__new__(MpiCommunicator)
+        child._set_up(comm, node, self.ops, self._pump, self.chunk_bytes)
+        self._pump.users += 1
+        return child
+
+    def abort(self, message: str, code: int = 1) -> None:
+        """Print the message and end every rank of the job; MPI does it where MPI can be called, or the system."""
+        print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        self._pump.attempt(lambda: self._mpi.Abort(code))
+        os._exit(code)  # MPI is held by a call that does not return; the launcher ends the others
+
+    def close(self) -> None:
+        """Free the duplicated communicator, and end the thread with its last user. Collective; again is free."""
+        if not self._closed:
+            self._closed = True
+            self._pump.call("close", self._mpi.Free)
+            self._pump.leave()
+
+
+def _node(comm: MPI.Intracomm) -> Node:
+    """Find the rank's place; nodes are numbered by their lowest rank. Blocking and collective."""
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that a failure reaches who waits, with its name
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    lowest = np.array([comm.Get_rank()], np.int64)
+    local.Bcast([lowest, 1, MPI.INT64_T], 0)
+    leaders = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather([lowest, 1, MPI.INT64_T], [leaders, 1, MPI.INT64_T])
+    nodes = sorted(set(leaders.tolist()))
+    place = Node(local.Get_rank(), local.Get_size(), nodes.index(int(lowest[0])), len(nodes))
+    local.Free()
+    return place
+
+
+def _wire(array: Array) -> Array:
+    """View an array as whole numbers of its width."""
+    view: Array = array.view(f"u{array.itemsize}")
+    return view
+
+
+def _pieces(array: Array, step: int) -> list[Array]:
+    return [array[start : start + step] for start in range(0, array.size, step)]
