@@ -163,7 +163,8 @@ class Ranks:
         time.sleep(0.2 * self.rank)  # one after another, lest the launcher mix their lines
         self.say(text)
         time.sleep(1 + 0.2 * (self.size - self.rank))
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        short = f"[ranks] has not ended after {seconds:g} s; the log shows every rank's stacks"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", short, "call")
         if xml := self.config.stash.get(xml_key, None):
             xml.pytest_runtest_logreport(report)
         self.abort("the launch is aborted")

@@ -7,6 +7,7 @@ read-only mapping: slices, ``reshape`` and ``T`` are NumPy's own, the address is
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Sequence
 
@@ -21,7 +22,9 @@ __all__ = ["ShapeOps"]
 _SPACE = 1 << 44  # bytes of address space asked for first; less where the system limits it
 
 
+@functools.cache
 def _mapping() -> Array:
+    """Return the mapping; nobody can write to it, so one serves every plan of the process."""
     size = _SPACE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     while True:

@@ -56,6 +56,7 @@ def train(
 
 
 def _run(config: Config, name: str, run_dir: Path | None) -> int:
+    """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.array.numpy_ops import NumpyOps
     from mpishard.comm.launch import install_abort_hook, world
     from mpishard.train.config import check_ranks
@@ -64,7 +65,7 @@ def _run(config: Config, name: str, run_dir: Path | None) -> int:
     comm = world(NumpyOps(), transport=config.comm.transport)
     install_abort_hook(comm)
     check_ranks(config, comm.size)
-    code = run(config, agree_run_dir(comm, name, run_dir), comm)
+    code: int = run(config, agree_run_dir(comm, name, run_dir), comm)
     comm.close()
     return code
 

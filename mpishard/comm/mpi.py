@@ -2,9 +2,9 @@
 
 [Note: who calls MPI]
 MPI moves data only while it is called, so a thread of ours owns every MPI call that this module makes after
-construction (the *pump*; it needs MPI_THREAD_SERIALIZED, not MULTIPLE). It takes *flights* from a queue, posts
+construction (the *pump*; it needs MPI_THREAD_SERIALIZED, not MULTIPLE). It takes *flights* from an inbox, posts
 each in order, tests the posted ones and sleeps between tests; while a rank stands still for one it tests more
-eagerly. With nothing in flight it is asleep on its queue, so MPI calls that the program makes between steps
+eagerly. With nothing in flight it is asleep, so MPI calls that the program makes between steps
 never meet ours. Where MPI grants less than SERIALIZED there is no thread: ``start()`` posts, ``wait()`` tests.
 
 [Note: buffer lifetimes]
@@ -19,10 +19,10 @@ Whole numbers of the element's width: nothing is converted, and no sum is ever h
 from __future__ import annotations
 
 import os
-import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -82,7 +82,9 @@ class _Pump:
     def __init__(self, threaded: bool) -> None:
         self.users = 1
         self._flights: list[_Flight] = []
-        self._queue: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        # Not a queue.SimpleQueue: its get() can sleep for ever when its timeout is a few microseconds.
+        self._inbox: deque[_Flight] = deque()
+        self._bell = threading.Event()
         self._open = True
         self._thread: threading.Thread | None = None
         if threaded:
@@ -97,7 +99,8 @@ class _Pump:
             self._post(flight)
             self._test()
         else:
-            self._queue.put(flight)
+            self._inbox.append(flight)
+            self._bell.set()
 
     def finish(self, flight: _Flight) -> None:
         """Block until a submitted flight is over."""
@@ -109,7 +112,7 @@ class _Pump:
                     tests = 0 if self._test() else tests + 1
                     time.sleep(_pause(tests))
             else:
-                self._queue.put(None)  # wakes the pump from its sleep between two tests
+                self._bell.set()  # the pump may sleep between two tests
                 flight.done.wait()
         if flight.error is not None:
             raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
@@ -147,23 +150,23 @@ class _Pump:
         if self.users == 0:
             self._open = False
             if self._thread is not None:
-                self._queue.put(None)
+                self._bell.set()
                 self._thread.join()
 
     def _loop(self) -> None:
         tests = 0
         while self._open:
-            try:
-                if self._flights:
-                    eager = any(flight.awaited for flight in self._flights)
-                    flight = self._queue.get(timeout=_pause(tests) if eager else _IDLE)
-                else:
-                    flight = self._queue.get()
+            if not self._flights:
+                self._bell.wait()
+            elif not any(flight.awaited for flight in self._flights):
+                self._bell.wait(_IDLE)
+            elif pause := _pause(tests):
+                self._bell.wait(pause)
+            if self._bell.is_set():
+                self._bell.clear()  # before the inbox is emptied, so that no ring is lost
                 tests = 0
-            except queue.Empty:
-                flight = None
-            if flight is not None:
-                self._post(flight)
+            while self._inbox:
+                self._post(self._inbox.popleft())
             tests = 0 if self._test() else tests + 1
 
     def _post(self, flight: _Flight) -> None:

@@ -56,16 +56,17 @@ def write_tokens(path: Path, arrays: Iterable[Array], vocabulary: int) -> int:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            count = _write(file, path, arrays, vocabulary, width)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("xb") as file:
+                count = _write(file, path, arrays, vocabulary, width)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         _sync_directory(path.parent)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror}); choose a directory that can be") from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return count
 
 

@@ -221,7 +221,7 @@ def load(config_file: Path | None = None, preset: str | None = None, overrides: 
         first, *others = error.errors()
         key = ".".join(map(str, first["loc"][:2]))
         field = sections()[key.partition(".")[0]].model_fields[key.partition(".")[2]]
-        more = f" (and {len(others)} more of this kind)" if others else ""
+        more = f"; {len(others)} more settings are wrong" if others else ""
         raise ConfigError(
             f"{key} is {toml_value(first['input'])} in {origins[key]}; it must be {expectation(field)}{more}"
         ) from None
@@ -280,8 +280,12 @@ def _merge(table: Mapping[str, Any], origin: str, values: dict[str, dict[str, An
 
 def _unknown_key(section: str, key: str, origin: str) -> str:
     full = {f"{name}.{field}": field for name, model in sections().items() for field in model.model_fields}
-    elsewhere = [name for name, field in full.items() if field == key]
-    near = elsewhere or difflib.get_close_matches(f"{section}.{key}", full, n=1, cutoff=0.7)
+    own = {name: field for name, field in full.items() if name.startswith(f"{section}.")}
+    # the key of another section, else a likely slip in this one, else in any
+    near = [name for name, field in full.items() if field == key]
+    for candidates in (own, full):
+        close = difflib.get_close_matches(key, candidates.values(), n=1)
+        near += [name for name, field in candidates.items() if field in close]
     hint = f", did you mean {near[0]}?" if near else ""
     return f"there is no key {section}.{key} ({origin}){hint}; 'mpishard train --help' lists all"
 

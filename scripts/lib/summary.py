@@ -4,7 +4,7 @@ A launch is a folder with ``log``, ``status`` (exit status), ``seconds`` and ``e
 had to leave, one for each rank; a check without reports (lint, types) is one test. A test counts once in each
 launch: failed if it failed on any rank, skipped if every rank skipped it. A launch that ended badly although no
 report shows a failed test has itself failed, and so has one that met its time limit or ran no test, unless the
-tests were filtered.
+tests were filtered. The report of a failed test is printed once, with the launches and ranks that gave it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Lines of a failing launch's log that are shown, from the first report of a failure on.
-SHOWN_LINES = 150
-#: Where the reports begin: pytest's sections, or what tests/conftest.py prints before it ends a launch.
-REPORT_MARKS = ("= FAILURES =", "= ERRORS =", "[ranks]")
+#: Lines that are shown of one report or log.
+SHOWN_LINES = 120
+#: What tests/conftest.py prints on the way to an abort, or writes in place of a report, begins so.
+RANKS_MARK = "[ranks]"
+#: How the report of a rank begins that only repeats another's, in tests/conftest.py.
+ECHO = "failed on rank"
 #: Exit statuses of ``timeout``: it ended the command, or had to kill it.
 TIMED_OUT = (124, 137)
 #: pytest's exit status where no test was collected.
@@ -27,15 +29,16 @@ NO_TESTS = 5
 
 @dataclass
 class Launch:
-    """What happened in one launch: outcomes by test, the reasons of skips, and what went wrong beside tests."""
+    """What happened in one launch: outcomes, reports and reasons of skips by test, and problems beside tests."""
 
     name: str
     seconds: int
     log: str
     outcomes: dict[str, str] = field(default_factory=dict)
-    where: dict[str, list[str]] = field(default_factory=dict)
+    reports: dict[str, dict[str, str]] = field(default_factory=dict)  # test -> rank -> text
     skips: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    ended_early: bool = False
 
     def count(self, outcome: str) -> int:
         """Count the tests with this outcome; problems of the launch itself are one failure."""
@@ -47,9 +50,15 @@ def read_report(launch: Launch, path: Path) -> None:
     for case in ElementTree.parse(path).iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         skip = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        parts = [part for tag in ("failure", "error") for part in case.findall(tag)]
+        if parts:
             launch.outcomes[name] = "failed"
-            launch.where.setdefault(name, []).append(path.stem.rpartition(".")[2])
+            printed = [part for tag in ("system-out", "system-err") for part in case.findall(tag)]
+            texts = [(part.text or "").strip("\n") for part in parts + printed]
+            text = "\n".join(text for text in texts if not text.startswith("---") or "\n" in text)
+            ranks = launch.reports.setdefault(name, {})
+            rank = path.stem.rpartition(".")[2] if path.stem.startswith("junit.") else "one process"
+            ranks[rank] = "\n".join(filter(None, [ranks.get(rank), text]))
         elif skip is not None:
             launch.outcomes.setdefault(name, "skipped")
             launch.skips[name] = skip.get("message") or "no reason given"
@@ -72,7 +81,8 @@ def read_launch(folder: Path, filtered: bool) -> Launch:
             read_report(launch, folder / name)
         except (OSError, ElementTree.ParseError):
             missing.append(name)
-    explained = "failed" in launch.outcomes.values()
+    explained = bool(launch.reports)
+    launch.ended_early = bool(missing)
     if status in TIMED_OUT:
         launch.problems.append("met its time limit")
     elif status == NO_TESTS and not missing:
@@ -84,27 +94,55 @@ def read_launch(folder: Path, filtered: bool) -> Launch:
     return launch
 
 
-def excerpt(log: str) -> str:
-    """Return the part of a log that shows its failures: from the first report on, or its end."""
-    lines = log.splitlines()
-    first = next((i for i, line in enumerate(lines) if any(mark in line for mark in REPORT_MARKS)), None)
-    if first is None:
-        return "\n".join(lines[-SHOWN_LINES // 2 :])
-    more = len(lines) - first - SHOWN_LINES
-    return "\n".join(lines[first : first + SHOWN_LINES] + ([f"... {more} more lines"] if more > 0 else []))
+def shorten(text: str, last: bool = False) -> str:
+    """Return the first lines of a text, or its last ones."""
+    lines = text.splitlines()
+    more = len(lines) - SHOWN_LINES
+    if more <= 0:
+        return text
+    note = [f"... {more} more lines"]
+    return "\n".join(note + lines[more:] if last else lines[:SHOWN_LINES] + note)
+
+
+def wrong_lines(text: str) -> str:
+    """Return the lines of a report that say what went wrong; all if none is marked."""
+    return "\n".join(line for line in text.splitlines() if line.startswith("E ")) or text
+
+
+def show_log(launch: Launch, folder: Path) -> None:
+    """Print what a launch printed on the way to its abort, or the end of its log."""
+    print(f"\n--- {launch.name}, from {folder / launch.name / 'log'}")
+    mark = launch.log.find(RANKS_MARK)
+    print(shorten(launch.log, last=True) if mark < 0 else shorten(launch.log[mark:]))
+
+
+def show_failures(launches: list[Launch], folder: Path) -> None:
+    """Print the report of each failed test once, then the logs of launches where no report tells enough."""
+    seen: dict[str, dict[str, list[str]]] = {}  # test -> text -> places
+    for launch in launches:
+        for test, reports in launch.reports.items():
+            own = {rank: text for rank, text in reports.items() if not text.startswith(ECHO)} or reports
+            for rank, text in own.items():
+                seen.setdefault(test, {}).setdefault(text, []).append(f"{launch.name} {rank}")
+    for test, texts in seen.items():
+        print(f"\n--- {test}")
+        for number, (text, places) in enumerate(texts.items()):
+            print(f"failed: {', '.join(places)}")
+            # Where the test stands is told by the first report; the others differ in what went wrong.
+            print(shorten(text if number == 0 else wrong_lines(text)))
+    for launch in launches:
+        hung = any(text.startswith(RANKS_MARK) for reports in launch.reports.values() for text in reports.values())
+        if launch.problems or hung or launch.outcomes.get(launch.name) == "failed":
+            show_log(launch, folder)
+        for problem in launch.problems:
+            print(f"failed: {launch.name} {problem}")
+        if launch.ended_early:
+            print(f"{launch.name} ended early; tests after the failed one did not run")
 
 
 def show(launches: list[Launch], folder: Path) -> None:
-    """Print failing launches, then the reasons of skips, then a row for each launch."""
-    for launch in launches:
-        if not launch.count("failed"):
-            continue
-        print(f"\n--- {launch.name} failed; its log is {folder / launch.name / 'log'}")
-        print(excerpt(launch.log))
-        for problem in launch.problems:
-            print(f"failed: {launch.name} {problem}")
-        for test, ranks in launch.where.items():
-            print(f"failed: {launch.name} {test} ({', '.join(ranks)})")
+    """Print failures, the reasons of skips, and a row for each launch."""
+    show_failures(launches, folder)
     reasons = Counter(launch.skips[t] for launch in launches for t, o in launch.outcomes.items() if o == "skipped")
     if reasons:
         print("\nskipped:")

@@ -1,0 +1,376 @@
+"""The engine: one rank's share of a model, and the steps that train it.
+
+It lays units out, builds and checks the schedules, plans memory by running the step on shapes, takes the
+memory, binds the collectives, and then runs the same list again and again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from mpishard.array.arena import Arena
+from mpishard.array.constants import CHUNK
+from mpishard.array.dtypes import Array, dtype
+from mpishard.array.ops import Ops
+from mpishard.array.shape_ops import ShapeOps
+from mpishard.comm.base import Communicator
+from mpishard.comm.dry import DryCommunicator
+from mpishard.errors import ConfigError, EngineError
+from mpishard.nn.model import Model
+from mpishard.shard.check import check
+from mpishard.shard.control import Agreement, Report, combine
+from mpishard.shard.exact import ExactSum
+from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
+from mpishard.shard.layout import layout
+from mpishard.shard.place import Placement, place
+from mpishard.shard.program import Action, Compiler, Regions
+from mpishard.shard.runner import Feed, Runner
+from mpishard.shard.schedule import Settings, build_forward, build_step
+from mpishard.shard.state import fingerprint, initialise, make_state
+
+__all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "outline_of"]
+
+
+class Optimizer(Protocol):
+    """What the engine asks of an optimiser."""
+
+    #: names of the states kept for each element
+    states: tuple[str, ...]
+    #: decay of the parameters that decay
+    decay: float
+
+    def clip(self, norm: float) -> float:
+        """Return the factor on a gradient whose global norm is ``norm``."""
+
+    def update(
+        self,
+        ops: Ops,
+        arrays: Mapping[str, Array],
+        segments: tuple[tuple[int, int, float], ...],
+        factor: float,
+        lr: float,
+        count: int,
+    ) -> None:
+        """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did; the same on every rank, but for ``seconds``.
+
+    Attributes:
+        loss: mean loss of the step's targets, before the update, in nats.
+        grad_norm: global norm of the mean gradient, before clipping.
+        updated: False where the gradient was not finite or no target counted: the update was skipped.
+        more, stop: every rank has data for the next step; some rank wants to stop.
+        seconds: this rank's time: ``computing``, ``waiting`` for others, ``communicating`` (in flight, hidden
+            or not), ``total``.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    updated: bool
+    more: bool
+    stop: bool
+    seconds: dict[str, float] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss over held-out data: the sum over ``tokens`` targets, in nats."""
+
+    total: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss in nats."""
+        return self.total / self.tokens if self.tokens else float("nan")
+
+
+def outline_of(model: Model) -> Outline:
+    """Return what schedules need to know of a model."""
+    trainable = {unit.name: tuple(s.name for s in unit.specs if s.trainable) for unit in model.units}
+    stages = []
+    for stage in model.stages:
+        owned = [(model.owner(stage, spec.name).name, spec.name) for spec in stage.layer.param_specs()]
+        params = tuple((unit, name) for unit, name in owned if name in trainable[unit])
+        stages.append(StageOutline(stage.name, stage.units, stage.backward_units, params))
+    return Outline(tuple(UnitOutline(u.name, u.keep, trainable[u.name]) for u in model.units), tuple(stages))
+
+
+class Engine:
+    """Trains a model over a communicator.
+
+    Args:
+        settings: strategy, prefetch, recomputation; ``micros`` is set from the batch.
+        micro_batch, global_batch: samples; a step has ``global_batch / micro_batch`` micro-batches, dealt to
+            the ranks in turn.
+        dtype_name: element type of parameters, gradients and activations.
+        poison: fill released and not yet arrived memory with NaN (slow; finds what reads it).
+        schedule: run this step instead of the one that ``settings`` make (to study or break it).
+
+    Raises:
+        ConfigError: the ranks do not divide the micro-batches.
+        ScheduleError: the schedule is not legal.
+        CommError: ranks differ.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        comm: Communicator,
+        ops: Ops,
+        optimizer: Optimizer,
+        settings: Settings,
+        *,
+        micro_batch: int,
+        global_batch: int,
+        seed: int,
+        dtype_name: str = "float32",
+        poison: bool = False,
+        schedule: tuple[Instruction, ...] | None = None,
+        planning: bool = False,
+    ) -> None:
+        micros, rest = divmod(global_batch, micro_batch)
+        if rest or micros % comm.size:
+            raise ConfigError(
+                f"{comm.size} ranks cannot share {global_batch} sequences in micro-batches of {micro_batch}; "
+                f"train.global_batch must be a multiple of train.micro_batch times the ranks"
+            )
+        self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
+        self.settings = settings = replace(settings, micros=micros // comm.size)
+        self.outline = outline_of(model)
+        self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
+        sharded = settings.strategy == "full_shard"
+        single = replace(settings, micros=1)
+        self.schedule = schedule or build_step(self.outline, settings)
+        schedules = (
+            self.schedule,
+            build_forward(self.outline, settings, Evaluate),
+            build_forward(self.outline, single, Predict),
+        )
+        for one in schedules:
+            check(self.outline, one, settings.strategy)
+        sizes = {name: flat.total for name, flat in self.layouts.items()}
+        placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
+
+        kind = dtype(dtype_name)
+        peaks = None
+        if not planning:
+            shapes = ShapeOps(ops.own_bytes)
+            dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
+            plan = Engine(
+                model,
+                dry,
+                shapes,
+                optimizer,
+                single,
+                micro_batch=micro_batch,
+                global_batch=micro_batch * comm.size,
+                seed=seed,
+                dtype_name=dtype_name,
+                planning=True,
+            )
+            plan._rehearse()
+            peaks = plan.arena.peaks()
+        self.arena: Arena = Arena(ops, peaks, poison)
+        self.state = make_state(
+            model, self.layouts, self.arena, ops, kind, optimizer.states, sharded=sharded, rank=comm.rank
+        )
+        initialise(self.state, ops, seed)
+        self._runner = Runner(
+            model, ops, self.arena, kind, micro_batch=micro_batch, seed=seed, rank=comm.rank, size=comm.size
+        )
+        regions = self._regions(placements, kind)
+        compiler = Compiler(
+            model,
+            self.outline,
+            self.layouts,
+            self.state,
+            regions,
+            comm,
+            ops,
+            self.arena,
+            self._runner,
+            resident=not sharded,
+        )
+        hooks = (self._agree, self._update, self._predict)
+        self._train, self._eval, self._pred = (
+            compiler.compile(one, placed, *hooks) for one, placed in zip(schedules, placements, strict=True)
+        )
+        facts = f"{sizes} {global_batch} {micro_batch} {seed} {dtype_name} {settings}"
+        self._digests = [digest(one, facts) for one in schedules]
+        nominal = global_batch * math.prod(model.target_shape)
+        #: a power of two near 1 / targets, so that gradients stay near one in size before they are divided
+        self._scale = 2.0 ** -round(math.log2(max(1, nominal)))
+        self._logits = self.arena.reserve("workspace", self._head_outputs(), kind).reshape(1, -1)
+        self.steps = 0
+        self.updates = 0
+        self._lr = 0.0
+        self._more = self._stop = False
+        self._position = 0
+        self._agreement: Agreement | None = None
+        self._factor = 0.0
+        self._running = hashlib.blake2b(digest_size=8)
+
+    def _head_outputs(self) -> int:
+        from mpishard.nn.layer import LossLayer
+
+        head = self.model.stages[-1].layer
+        if not isinstance(head, LossLayer):
+            raise EngineError(f"the last stage, {self.model.stages[-1].name}, is no LossLayer")
+        return head.outputs()
+
+    def _regions(self, placements: list[Placement], kind: np.dtype[np.generic]) -> Regions:
+        own = self.comm.allocate
+        return Regions(
+            self.arena.reserve("gathered", max(p.gathered_size for p in placements), kind, own),
+            self.arena.reserve("unreduced", max(p.unreduced_size for p in placements), kind, own),
+            self.arena.reserve("staging", max(p.scratch_size for p in placements), kind, own),
+        )
+
+    def _rehearse(self) -> None:
+        """Run every kind of step once, for the peaks of the stacks."""
+        self.step(None, lr=0.0, more=True)
+        self.evaluate(None)
+        self._forward_one(0)
+
+    # --- steps
+
+    def step(self, feed: Feed | None, *, lr: float, more: bool = True, stop: bool = False) -> StepResult:
+        """Train on one global batch. Collective.
+
+        Args:
+            feed: gives this rank's micro-batches; called with global micro-batch numbers of this step.
+            lr: learning rate of this step.
+            more: this rank has data for the next step.
+            stop: this rank wants the run to end after this step.
+
+        Raises:
+            CommError: on every rank, when they ran different steps.
+        """
+        self._lr, self._more, self._stop = lr, more, stop
+        self._runner.begin(self.steps, feed, self._scale, training=True)
+        busy = sum(tally.busy for tally in self.comm.tallies.values())
+        seconds = self._run(self._train)
+        seconds["communicating"] = sum(tally.busy for tally in self.comm.tallies.values()) - busy
+        known = self._agreement
+        if known is None:
+            raise EngineError("the step has no Agree")
+        updated = known.finite and known.tokens > 0
+        self.steps += 1
+        self.updates += updated
+        loss = known.loss / known.tokens if known.tokens else float("nan")
+        norm = self._norm(known)
+        return StepResult(self.steps - 1, loss, known.tokens, norm, lr, updated, known.more, known.stop, seconds)
+
+    def evaluate(self, feed: Feed | None) -> Evaluation:
+        """Loss of one global batch without training. Collective."""
+        self._runner.begin(self.steps, feed, 1.0, training=False)
+        self._run(self._eval)
+        return self._combine_evaluation()
+
+    def _combine_evaluation(self) -> Evaluation:
+        report = self._report(self._digests[1], ExactSum())
+        known = combine(self.comm.exchange(report.pack()))
+        return Evaluation(known.loss, known.tokens)
+
+    def predict(self, sample: Array, position: int) -> Array:
+        """Return the predictions (outputs,) at one position of one sample. Collective: every rank gives the same.
+
+        The array is overwritten by the next call.
+        """
+        self._runner.inputs[0] = sample
+        self._forward_one(position)
+        logits: Array = self._logits[0]
+        return logits
+
+    def _forward_one(self, position: int) -> None:
+        self._position = position
+        self._runner.begin(self.steps, None, 1.0, training=False)
+        self._run(self._pred)
+
+    def _run(self, program: list[Action]) -> dict[str, float]:
+        """Run the actions in order; return seconds by kind."""
+        times = {"compute": 0.0, "start": 0.0, "wait": 0.0}
+        clock = time.perf_counter
+        begin = last = clock()
+        for action in program:
+            if action.mark:
+                self._running.update(action.mark)
+            action.run()
+            now = clock()
+            times[action.kind] += now - last
+            last = now
+        return {"computing": times["compute"], "waiting": times["wait"], "total": last - begin}
+
+    # --- what the instructions call
+
+    def _report(self, schedule: bytes, squares: ExactSum) -> Report:
+        runner = self._runner
+        return Report(
+            schedule,
+            self._running.digest(),
+            self.steps,
+            squares,
+            runner.loss,
+            runner.targets_seen,
+            self._more,
+            self._stop,
+        )
+
+    def _agree(self) -> None:
+        squares = ExactSum()
+        for part in self.state.values():
+            own = part.slice_of("grad")
+            with self.arena.workspace.frame():
+                partial = self.arena.workspace.push((own.size // CHUNK,), np.dtype(np.float64))
+                self.ops.square_sums(own, part.layout.silent_within(part.own.start, part.own.stop), partial)
+                squares.add(partial)
+        known = combine(self.comm.exchange(self._report(self._digests[0], squares).pack()))
+        self._agreement = known
+        if known.finite and known.tokens:
+            self._factor = self.optimizer.clip(self._norm(known)) / (self._scale * known.tokens)
+
+    def _norm(self, known: Agreement) -> float:
+        """Global norm of the mean gradient."""
+        if not known.finite or not known.tokens:
+            return float("nan")
+        return math.sqrt(known.squares) / (self._scale * known.tokens)
+
+    def _update(self, unit: str) -> None:
+        known = self._agreement
+        if known is None or not (known.finite and known.tokens):
+            return  # skipped alike on every rank; the next step's first reduction writes the gradient anew
+        part = self.state[unit]
+        segments = part.segments(self.optimizer.decay)
+        self.optimizer.update(self.ops, part.arrays, segments, self._factor, self._lr, self.updates + 1)
+
+    def _predict(self, index: int, params: Mapping[str, Array]) -> None:
+        self._runner.predict(index, self._position, params, self._logits)
+
+    # --- what others ask
+
+    def checksum(self) -> str:
+        """Return 16 hex digits that name the values of parameters and optimiser states. Collective.
+
+        They do not depend on the number of ranks, the strategy or the transport.
+        """
+        mine = fingerprint(self.state, self.ops, self.optimizer.states)
+        shares = self.comm.exchange(mine.to_bytes(8, "little"))
+        return f"{sum(int.from_bytes(share, 'little') for share in shares) % 2**64:016x}"
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes this rank holds, by category."""
+        return self.arena.held()

@@ -1,0 +1,257 @@
+import pytest
+from pydantic import ValidationError
+
+from mpishard.errors import ConfigError
+from mpishard.train.config import (
+    Config,
+    ModelConfig,
+    check_ranks,
+    dump_toml,
+    expectation,
+    load,
+    presets,
+    sections,
+)
+
+KEYS = {
+    "model": ("layers width heads sequence vocabulary dropout gelu attention_block head_chunk init_std"),
+    "data": "train heldout epochs",
+    "optim": "lr lr_min warmup beta1 beta2 eps decay clip",
+    "shard": "strategy prefetch recompute",
+    "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every",
+    "comm": "transport",
+    "debug": "poison",
+}
+
+
+def said(*overrides, **arguments) -> str:
+    """Return what load() says of settings that are wrong, after checking that it is one line."""
+    with pytest.raises(ConfigError) as caught:
+        load(overrides=overrides, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message.replace("\\n", "")
+    return message
+
+
+def test_the_keys_are_pinned():
+    assert {name: " ".join(section.model_fields) for name, section in sections().items()} == KEYS
+
+
+def test_every_key_has_a_description_a_default_and_words_for_what_it_accepts():
+    for section in sections().values():
+        assert section.__doc__
+        for key, field in section.model_fields.items():
+            assert field.description, key
+            assert not field.is_required(), key
+            words = expectation(field)
+            assert not {"int", "float", "bool", "str", "Literal"} & set(words.replace(",", "").split()), key
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(ValidationError):
+        Config().train.steps = 3  # type: ignore[misc]
+
+
+# --- order of sources
+
+
+def test_the_later_source_wins(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nsteps = 7\nseed = 8\n[optim]\nlr = 1\n")
+    plain, preset = Config(), load(preset="tiny")
+    assert preset.train.steps != plain.train.steps
+    config = load(file, "tiny", ["train.seed=9", "train.seed=10"])
+    assert config.train.steps == 7
+    assert config.train.seed == 10
+    assert config.optim.lr == 1.0
+    assert config.model == preset.model
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.steps=1_000", "train", "steps", 1000),
+        (" train.steps = 5 ", "train", "steps", 5),
+        ("optim.lr=1e-3", "optim", "lr", 0.001),
+        ("optim.lr=2", "optim", "lr", 2.0),
+        ("debug.poison=true", "debug", "poison", True),
+        ("shard.strategy=no_shard", "shard", "strategy", "no_shard"),
+        ("shard.strategy='no_shard'", "shard", "strategy", "no_shard"),
+        ('shard.strategy="no_shard"', "shard", "strategy", "no_shard"),
+        ("data.train=", "data", "train", ""),
+    ],
+)
+def test_values_of_set_are_toml_and_bare_text(override, section, key, value):
+    found = getattr(getattr(load(overrides=[override]), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_text_may_hold_equals_signs_and_look_like_anything():
+    config = load(overrides=["data.train=/data/a=b.tokens", "data.heldout=2024-data"])
+    assert config.data.train == "/data/a=b.tokens"
+    assert config.data.heldout == "2024-data"
+
+
+@pytest.mark.parametrize("name", ["", "tiny", "gpt2-1.5b"])
+def test_what_is_dumped_loads_to_the_same(tmp_path, name):
+    text = 'a "quoted" \\ tab\t del\x7f é🙂'
+    config = load(None, name or None, ["data.train=x", "data.heldout=y", "optim.eps=1e-300", "optim.lr=0.1"])
+    config = config.model_copy(update={"data": config.data.model_copy(update={"train": text, "heldout": text})})
+    file = tmp_path / "dumped.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    assert load(file) == config
+
+
+def test_the_dump_names_every_key():
+    text = dump_toml(Config())
+    assert [line for line in text.splitlines() if line.startswith("[")] == [f"[{name}]" for name in KEYS]
+    assert [line.split(" = ")[0] for line in text.splitlines() if " = " in line] == " ".join(KEYS.values()).split()
+
+
+# --- presets
+
+
+def test_the_presets_are_pinned_and_described():
+    assert set(presets()) == {"demo", "tiny", "gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b"}
+    assert all(len(text) > 20 and not text.startswith("[") for text in presets().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("gpt2-124m", 124.4), ("gpt2-355m", 354.8), ("gpt2-774m", 774.0), ("gpt2-1.5b", 1557.6)]
+)
+def test_the_gpt2_presets_have_the_published_number_of_parameters(name, millions):
+    model = load(preset=name).model
+    block = 12 * model.width**2 + 13 * model.width
+    total = model.layers * block + (model.vocabulary + model.sequence + 2) * model.width
+    assert round(total / 1e6, 1) == millions
+    assert model.width // model.heads == 64
+
+
+@pytest.mark.parametrize("name", ["demo", "tiny"])
+def test_the_small_presets_share_a_step_among_few_ranks(name):
+    config = load(preset=name)
+    for size in (1, 2, 4):
+        check_ranks(config, size)
+
+
+# --- what is said of mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=many", 'train.steps is "many" in --set; it must be a whole number, at least 1'),
+        ("train.steps=1.5", "train.steps is 1.5 in --set; it must be a whole number, at least 1"),
+        ("train.steps=true", "train.steps is true in --set; it must be a whole number, at least 1"),
+        ("train.steps='5'", 'train.steps is "5" in --set; it must be a whole number, at least 1'),
+        ("train.steps=0", "train.steps is 0 in --set; it must be a whole number, at least 1"),
+        ("train.steps=[1, 2]", "train.steps is [1, 2] in --set; it must be a whole number, at least 1"),
+        ("shard.prefetch=-1", "shard.prefetch is -1 in --set; it must be a whole number, at least 0"),
+        ("model.dropout=1.0", "model.dropout is 1.0 in --set; it must be a number, at least 0 and below 1"),
+        ("optim.lr=nan", "optim.lr is nan in --set; it must be a number, above 0"),
+        ("optim.lr=true", "optim.lr is true in --set; it must be a number, above 0"),
+        ("debug.poison=yes", 'debug.poison is "yes" in --set; it must be true or false'),
+        ("debug.poison=1", "debug.poison is 1 in --set; it must be true or false"),
+        ("data.train=5", "data.train is 5 in --set; it must be text"),
+        ("shard.strategy=full", 'shard.strategy is "full" in --set; it must be full_shard or no_shard'),
+        ("comm.transport=nccl", 'comm.transport is "nccl" in --set; it must be auto, mpi or local'),
+        ("train.steps=1\nseed=2", 'train.steps is "1\\nseed=2" in --set; it must be a whole number, at least 1'),
+        (
+            "train.setps=3",
+            "there is no key train.setps (--set), did you mean train.steps?; 'mpishard train --help' lists all",
+        ),
+        (
+            "train.lr=3",
+            "there is no key train.lr (--set), did you mean optim.lr?; 'mpishard train --help' lists all",
+        ),
+        ("optim.zzz=3", "there is no key optim.zzz (--set); 'mpishard train --help' lists all"),
+        (
+            "model.warmupp=3",
+            "there is no key model.warmupp (--set), did you mean optim.warmup?; 'mpishard train --help' lists all",
+        ),
+        (
+            "trian.steps=3",
+            "there is no section [trian] (--set), did you mean train?; "
+            "there are model, data, optim, shard, train, comm, debug",
+        ),
+        (
+            "model.heads=3",
+            "model.width is 128 and model.heads is 3; the width must be a multiple of the heads, so change one of them",
+        ),
+        (
+            "train.micro_batch=5",
+            "train.global_batch is 16 and train.micro_batch is 5; "
+            "the micro-batch must divide the global batch: use one of 1, 2, 4, 8 or 16",
+        ),
+        (
+            "model.vocabulary=255",
+            "model.vocabulary is 255 and the default corpus is of bytes; "
+            "set model.vocabulary to at least 256, or data.train and data.heldout to files of your own",
+        ),
+        (
+            "data.heldout=x",
+            "data.heldout is set and data.train is empty; name both files "
+            "('mpishard data build' makes both), or neither for the default corpus",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_told_in_one_line(override, message):
+    assert said(override) == message
+
+
+@pytest.mark.parametrize("override", ["train.steps", "steps=3", "=3", ".steps=3", "train.=3", ""])
+def test_an_override_that_is_no_setting_is_shown_how(override):
+    assert said(override) == f"--set {override} cannot be read; it must be section.key=value, as in train.steps=100"
+
+
+def test_several_wrong_settings_are_counted():
+    assert said("train.steps=0", "train.seed=-1", "debug.poison=2").endswith("at least 1; 2 more settings are wrong")
+
+
+def test_a_vocabulary_of_ones_own_may_be_small():
+    assert load(overrides=["model.vocabulary=5", "data.train=x", "data.heldout=y"]).model.vocabulary == 5
+
+
+def test_the_file_is_named_in_what_is_said_of_it(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nsteps = 'x'\n")
+    assert said(config_file=file) == f'train.steps is "x" in {file}; it must be a whole number, at least 1'
+    file.write_text("[train]\nstep = 3\n")
+    assert said(config_file=file).startswith(f"there is no key train.step ({file}), did you mean train.steps?")
+    file.write_text("train = 3\n")
+    assert said(config_file=file) == f"train is 3 in {file}; it must be a section, [train]"
+    file.write_text("[train\n")
+    assert said(config_file=file).startswith(f"{file}: is no TOML (")
+    file.write_bytes(b"\xff")
+    assert said(config_file=file) == f"{file}: is not UTF-8 text; name a TOML file with --config"
+    assert said(config_file=tmp_path / "no.toml").startswith(f"{tmp_path / 'no.toml'}: cannot be read (No such file")
+    assert "cannot be read" in said(config_file=tmp_path)
+
+
+def test_an_unknown_preset_is_named_with_the_known_ones():
+    assert said(preset="dmeo") == (
+        "there is no preset 'dmeo', did you mean demo?; "
+        "there are demo, gpt2-1.5b, gpt2-124m, gpt2-355m, gpt2-774m, tiny"
+    )
+
+
+def test_a_section_made_by_hand_is_checked_too():
+    with pytest.raises(ConfigError, match=r"model\.width is 10"):
+        ModelConfig(width=10, heads=4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+def test_ranks_that_divide_the_micro_batches_pass(size):
+    check_ranks(load(overrides=["train.global_batch=24", "train.micro_batch=2"]), size)
+
+
+@pytest.mark.parametrize("size", [5, 8, 24])
+def test_ranks_that_do_not_divide_the_micro_batches_are_told_what_does(size):
+    config = load(overrides=["train.global_batch=24", "train.micro_batch=2"])
+    with pytest.raises(ConfigError) as caught:
+        check_ranks(config, size)
+    assert str(caught.value) == (
+        "12 micro-batches a step (train.global_batch 24 / train.micro_batch 2) cannot be dealt evenly "
+        f"to {size} ranks; use 1, 2, 3, 4, 6 or 12 ranks, or change the batches"
+    )
