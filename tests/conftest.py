@@ -34,6 +34,8 @@ from _pytest.junitxml import xml_key
 GRACE = 5.0
 #: Seconds for one test on several ranks, and for one that is marked slow.
 LIMIT, SLOW_LIMIT = 90.0, 900.0
+#: Folders whose code is left out of the stacks.
+PYTEST_CODE = {"_pytest", "pytest", "pluggy"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -209,10 +211,11 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Return the innermost calls of every thread but this one."""
+    """Return the calls of every thread but this one, without pytest's own."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)[-8:])
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
+    text = ""
+    for ident, frame in sys._current_frames().items():
+        calls = [call for call in traceback.extract_stack(frame) if not PYTEST_CODE & set(Path(call.filename).parts)]
+        if ident != threading.get_ident():
+            text += f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_list(calls))
+    return text

@@ -64,6 +64,11 @@ class Stack:
         self._ops = ops
         self._poison = poison
 
+    @property
+    def capacity(self) -> int:
+        """Bytes of the stack."""
+        return int(self._base.size)
+
     def push(self, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return an uninitialised array of the top of the stack, at a multiple of 64 bytes.
 
@@ -106,6 +111,7 @@ class Arena:
         self.poison = poison
         self._held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._held["workspace"] = ops.own_bytes
+        self._planning = peaks is None
         sizes = peaks or dict.fromkeys(STACKS, _UNPLANNED)
         self._stacks = {
             name: Stack(name, ops.empty(sizes[name], _BYTES), ops, poison) for name in STACKS
@@ -136,8 +142,8 @@ class Arena:
         return {name: stack.peak for name, stack in self._stacks.items()}
 
     def held(self) -> dict[str, int]:
-        """Return bytes by category: what is reserved, and the stacks at their peak."""
+        """Return bytes by category; a stack holds what was planned for it, or its peak while a plan is made."""
         held = dict(self._held)
         for name, stack in self._stacks.items():
-            held[name] += stack.peak
+            held[name] += stack.peak if self._planning else stack.capacity
         return held

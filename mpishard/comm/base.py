@@ -18,6 +18,7 @@ Binding is validated on every rank and agreed by all: a mistake of one rank rais
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -121,10 +122,10 @@ class Collective(ABC):
         return self._work
 
 
-_SIGNATURE = struct.Struct("<16s16sqq192s")
+_SIGNATURE = struct.Struct("<32s16sqq192s")
 
 
-@dataclass
+@dataclass(eq=False)
 class Communicator(ABC):
     """A group of ranks. Transports implement the methods that begin with an underscore.
 
@@ -195,12 +196,15 @@ class Communicator(ABC):
         if not problem and shard.dtype != out.dtype:
             problem = f"shard is {shard.dtype} and out is {out.dtype}; they must be of one type"
         if not problem and out.size != shard.size * self.size:
-            problem = f"out holds {out.size} elements, {self.size} ranks with {shard.size} each need {shard.size * self.size}"
-        if not problem and np.may_share_memory(shard, out):
+            need = shard.size * self.size
+            problem = f"out holds {out.size} elements, {self.size} ranks with {shard.size} each need {need}"
+        in_place = not problem and np.may_share_memory(shard, out)
+        if in_place:
             own = out[self.rank * shard.size : (self.rank + 1) * shard.size]
             if _address(own) != _address(shard):
                 problem = f"shard overlaps out, but is not rank {self.rank}'s own slice of it"
-        self._agree_binding("all-gather", shard, problem)
+        # MPI wants all ranks in place or none, so that is agreed too.
+        self._agree_binding("all-gather in place" if in_place else "all-gather", shard, problem)
         nbytes = shard.nbytes * (self.size - 1)
         return self._bind_all_gather(shard, out, self.tallies["all_gather"], nbytes)
 
@@ -218,7 +222,8 @@ class Communicator(ABC):
         if not problem:
             problem = _sum_problem(full, out)
         if not problem and full.size != out.size * self.size:
-            problem = f"full holds {full.size} elements, {self.size} ranks with {out.size} each need {out.size * self.size}"
+            need = out.size * self.size
+            problem = f"full holds {full.size} elements, {self.size} ranks with {out.size} each need {need}"
         need = self.scratch_elements(full.size)
         if not problem and need:
             if scratch is None or scratch.size < need:
@@ -227,7 +232,8 @@ class Communicator(ABC):
                 problem = f"scratch is {scratch.dtype} and full is {full.dtype}; they must be of one type"
             else:
                 problem = _buffer_problem("scratch", scratch)
-        if not problem and (np.may_share_memory(full, out) or (scratch is not None and np.may_share_memory(scratch, full))):
+        pairs = [(full, out)] if scratch is None else [(full, out), (full, scratch), (out, scratch)]
+        if not problem and any(np.may_share_memory(one, other) for one, other in pairs):
             problem = "full, out and scratch overlap; a reduce-scatter is never in place"
         self._agree_binding("reduce-scatter", full, problem)
         nbytes = full.nbytes // self.size * (self.size - 1)
@@ -254,7 +260,7 @@ class Communicator(ABC):
         problem = _buffer_problem("array", array)
         if not problem and not 0 <= root < self.size:
             problem = f"root {root} is not one of the {self.size} ranks"
-        self._agree_binding("broadcast", array, problem)
+        self._agree_binding(f"broadcast from rank {root}", array, problem)
         tally = self.tallies["broadcast"]
         begin = time.perf_counter()
         self._broadcast(array, root)
@@ -268,7 +274,14 @@ class Communicator(ABC):
         """Replace ``array`` (fp32 or fp64, 1-D) by the sum over ranks, added in rank order.
 
         It is an ordered reduce-scatter and an all-gather; it allocates, so it is not for use inside a step.
+
+        Raises:
+            CommError: on all ranks, when an array does not fit or ranks give different ones.
         """
+        problem = _buffer_problem("array", array)
+        if not problem and array.dtype not in (np.float32, np.float64):
+            problem = f"array is {array.dtype}; float32 or float64 is needed"
+        self._agree_binding("all-reduce", array, problem)
         each = -(-array.size // self.size)
         full = self.ops.empty(each * self.size, array.dtype)
         self.ops.fill(full, 0.0)
@@ -288,9 +301,15 @@ class Communicator(ABC):
 
         Raises:
             ConfigError: the groups do not hold every rank exactly once.
+            CommError: on all ranks, when ranks give different groups.
         """
-        if sorted(r for group in groups for r in group) != list(range(self.size)):
-            raise ConfigError(f"groups {list(map(list, groups))} must hold each of the {self.size} ranks exactly once")
+        listed = [list(group) for group in groups]
+        digests = self.exchange(hashlib.sha256(repr(listed).encode()).digest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise CommError(f"ranks split differently: rank {rank}'s groups are not rank 0's; give the same on all")
+        if sorted(r for group in listed for r in group) != list(range(self.size)):
+            raise ConfigError(f"groups {listed} must hold each of the {self.size} ranks exactly once")
         own = next(group for group in groups if self.rank in group)
         return self._split(groups, own)
 

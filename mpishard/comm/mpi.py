@@ -1,16 +1,15 @@
 """Ranks as MPI processes with arrays in host memory.
 
 [Note: who calls MPI]
-MPI moves data only while it is called, so a thread of ours owns every MPI call that this module makes after
-construction (the *pump*; it needs MPI_THREAD_SERIALIZED, not MULTIPLE). It takes *flights* from an inbox, posts
-each in order, tests the posted ones and sleeps between tests; while a rank stands still for one it tests more
-eagerly. With nothing in flight it is asleep, so MPI calls that the program makes between steps
-never meet ours. Where MPI grants less than SERIALIZED there is no thread: ``start()`` posts, ``wait()`` tests.
+MPI moves data only while it is called, so a thread of ours, the *pump*, makes every MPI call after construction
+(that needs MPI_THREAD_SERIALIZED, not MULTIPLE). It posts *flights* in order, tests them and sleeps between tests;
+while a rank stands still for one it tests more eagerly. With nothing in flight it is asleep, so calls that the
+program makes between steps never meet ours. Where MPI grants less, ``start()`` posts and ``wait()`` tests.
 
 [Note: buffer lifetimes]
-MPI reads a shard or a full gradient, and writes ``out`` or the scratch, from ``start()`` to ``wait()``. MPI
-calls a send complete when its buffer may be reused, so ``wait_inputs()`` waits for nothing more. The ordered
-sum reads the scratch, and this rank's own block of ``full``, inside ``wait()`` on the caller's thread.
+MPI reads the input, and writes ``out`` or the scratch, from ``start()`` to ``wait()``. A send is complete when
+its buffer may be reused, so ``wait_inputs()`` waits for nothing more. The ordered sum reads the scratch and this
+rank's own block of ``full`` inside ``wait()``, on the caller's thread.
 
 [Note: what MPI may see]
 Whole numbers of the element's width: nothing is converted, and no sum is ever handed to MPI.
@@ -46,8 +45,8 @@ CHUNK_BYTES = 256 * 2**20
 #: Seconds between tests while nobody stands still: often enough to keep a network busy, seldom enough to
 #: leave the core to the computation.
 _IDLE = 2e-4
-#: Tests in a row, and then seconds between tests, while somebody stands still.
-_SPINS = 20
+#: While somebody stands still: tests in a row, then seconds between tests, which grow up to _IDLE.
+_SPINS = 100
 _EAGER = 2e-5
 #: MPI promises tags up to 32767.
 _TAGS = 2**15
@@ -68,6 +67,15 @@ class _Flight:
         self.arrived = 0.0
         self.error: BaseException | None = None
 
+    def test(self) -> bool:
+        """Return whether the flight is over."""
+        try:
+            if MPI.Request.Testall(self.requests):
+                self.end()
+        except BaseException as error:
+            self.end(error)
+        return self.done.is_set()
+
     def end(self, error: BaseException | None = None) -> None:
         """Let go of the buffers and wake who waits."""
         self.error = error
@@ -82,7 +90,7 @@ class _Pump:
     def __init__(self, threaded: bool) -> None:
         self.users = 1
         self._flights: list[_Flight] = []
-        # Not a queue.SimpleQueue: its get() can sleep for ever when its timeout is a few microseconds.
+        # Not a queue.SimpleQueue: in CPython 3.11 its get() can sleep for ever if its timeout is tiny.
         self._inbox: deque[_Flight] = deque()
         self._bell = threading.Event()
         self._open = True
@@ -104,23 +112,21 @@ class _Pump:
 
     def finish(self, flight: _Flight) -> None:
         """Block until a submitted flight is over."""
-        if not flight.done.is_set():
-            flight.awaited = True
-            if self._thread is None:
-                tests = 0
-                while not flight.done.is_set():
-                    tests = 0 if self._test() else tests + 1
-                    time.sleep(_pause(tests))
-            else:
-                self._bell.set()  # the pump may sleep between two tests
-                flight.done.wait()
+        flight.awaited = True
+        if self._thread is not None and not flight.done.is_set():
+            self._bell.set()  # the pump may sleep between two tests
+            flight.done.wait()
+        tests = 0
+        while not flight.done.is_set():
+            tests = 0 if self._test() else tests + 1
+            if pause := _pause(tests):
+                time.sleep(pause)
         if flight.error is not None:
             raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
 
     def do(self, name: str, post: Post) -> None:
         """Submit a flight and wait for it."""
         flight = _Flight(name, post)
-        flight.awaited = True
         self.submit(flight)
         self.finish(flight)
 
@@ -180,22 +186,14 @@ class _Pump:
     def _test(self) -> bool:
         """Test all flights once; return whether one ended."""
         before = len(self._flights)
-        for flight in list(self._flights):
-            error: BaseException | None = None
-            try:
-                over = MPI.Request.Testall(flight.requests)
-            except BaseException as caught:
-                error, over = caught, True
-            if over:
-                self._flights.remove(flight)
-                flight.end(error)
+        self._flights = [flight for flight in self._flights if not flight.test()]
         return len(self._flights) < before
 
 
 def _pause(tests: int) -> float:
     """Seconds to sleep after so many tests in vain, for somebody who stands still."""
     if tests > _SPINS:
-        return _EAGER
+        return min(_IDLE, _EAGER + 1e-6 * (tests - _SPINS))
     os.sched_yield()  # ranks may outnumber cores, and the peer that is awaited may need this one
     return 0.0
 
@@ -220,9 +218,7 @@ class _MpiWork(Work):
 class _MpiCollective(Collective):
     """A flight that can be repeated; ``then(add)`` makes ``out`` of what arrived."""
 
-    def __init__(
-        self, tally: Tally, nbytes: int, pump: _Pump, name: str, post: Post, then: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, tally: Tally, nbytes: int, pump: _Pump, name: str, post: Post, then: Callable[[bool], None]):
         super().__init__(tally, nbytes)
         self._pump, self._name, self._post, self._then = pump, name, post, then
 
@@ -355,8 +351,7 @@ class MpiCommunicator(Communicator):
         self._pump.do("a broadcast", lambda: [self._mpi.Ibcast([piece, piece.size, kind], root) for piece in pieces])
 
     def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
-        color = next(index for index, group in enumerate(groups) if self.rank in group)
-        key = list(own).index(self.rank)
+        color, key = min(own), list(own).index(self.rank)
 
         def make() -> tuple[MPI.Intracomm, Node]:
             comm = cast("MPI.Intracomm", self._mpi.Split(color, key))

@@ -219,10 +219,8 @@ class ThreadsCommunicator(Communicator):
             self._wait_readers(meeting)
 
     def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
-        number, meeting = self._publish("a split", [list(group) for group in groups])
-        offers = self._offers(meeting)
-        if any(offer != offers[0] for offer in offers):
-            raise CommError(f"ranks split into different groups: {offers}; every rank must give the same ones")
+        number, meeting = self._publish("a split", own)
+        self._offers(meeting)
         with self._group.job.changed:
             members = [self._group.members[rank] for rank in own]
             group = meeting.children.setdefault(tuple(own), _Group(self._group.job, members))

@@ -10,8 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
 from mpishard.comm.dry import DryCommunicator
 from mpishard.errors import ConfigError, EngineError
+from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 from mpishard.shard.check import check
 from mpishard.shard.control import Agreement, Report, combine
@@ -31,71 +31,12 @@ from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict,
 from mpishard.shard.layout import layout
 from mpishard.shard.place import Placement, place
 from mpishard.shard.program import Action, Compiler, Regions
+from mpishard.shard.results import Evaluation, Optimizer, StepResult
 from mpishard.shard.runner import Feed, Runner
 from mpishard.shard.schedule import Settings, build_forward, build_step
 from mpishard.shard.state import fingerprint, initialise, make_state
 
 __all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "outline_of"]
-
-
-class Optimizer(Protocol):
-    """What the engine asks of an optimiser."""
-
-    #: names of the states kept for each element
-    states: tuple[str, ...]
-    #: decay of the parameters that decay
-    decay: float
-
-    def clip(self, norm: float) -> float:
-        """Return the factor on a gradient whose global norm is ``norm``."""
-
-    def update(
-        self,
-        ops: Ops,
-        arrays: Mapping[str, Array],
-        segments: tuple[tuple[int, int, float], ...],
-        factor: float,
-        lr: float,
-        count: int,
-    ) -> None:
-        """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a training step did; the same on every rank, but for ``seconds``.
-
-    Attributes:
-        loss: mean loss of the step's targets, before the update, in nats.
-        grad_norm: global norm of the mean gradient, before clipping.
-        updated: False where the gradient was not finite or no target counted: the update was skipped.
-        more, stop: every rank has data for the next step; some rank wants to stop.
-        seconds: this rank's time: ``computing``, ``waiting`` for others, ``communicating`` (in flight, hidden
-            or not), ``total``.
-    """
-
-    step: int
-    loss: float
-    tokens: int
-    grad_norm: float
-    lr: float
-    updated: bool
-    more: bool
-    stop: bool
-    seconds: dict[str, float] = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss over held-out data: the sum over ``tokens`` targets, in nats."""
-
-    total: float
-    tokens: int
-
-    @property
-    def loss(self) -> float:
-        """Mean loss in nats."""
-        return self.total / self.tokens if self.tokens else float("nan")
 
 
 def outline_of(model: Model) -> Outline:
@@ -168,21 +109,9 @@ class Engine:
         kind = dtype(dtype_name)
         peaks = None
         if not planning:
-            shapes = ShapeOps(ops.own_bytes)
-            dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
-            plan = Engine(
-                model,
-                dry,
-                shapes,
-                optimizer,
-                single,
-                micro_batch=micro_batch,
-                global_batch=micro_batch * comm.size,
-                seed=seed,
-                dtype_name=dtype_name,
-                planning=True,
+            plan = Engine.rehearsed(
+                model, comm, ops, optimizer, single, micro_batch=micro_batch, dtype_name=dtype_name
             )
-            plan._rehearse()
             peaks = plan.arena.peaks()
         self.arena: Arena = Arena(ops, peaks, poison)
         self.state = make_state(
@@ -225,8 +154,6 @@ class Engine:
         self._running = hashlib.blake2b(digest_size=8)
 
     def _head_outputs(self) -> int:
-        from mpishard.nn.layer import LossLayer
-
         head = self.model.stages[-1].layer
         if not isinstance(head, LossLayer):
             raise EngineError(f"the last stage, {self.model.stages[-1].name}, is no LossLayer")
@@ -240,11 +167,41 @@ class Engine:
             self.arena.reserve("staging", max(p.scratch_size for p in placements), kind, own),
         )
 
-    def _rehearse(self) -> None:
-        """Run every kind of step once, for the peaks of the stacks."""
-        self.step(None, lr=0.0, more=True)
-        self.evaluate(None)
-        self._forward_one(0)
+    @classmethod
+    def rehearsed(
+        cls,
+        model: Model,
+        comm: Communicator,
+        ops: Ops,
+        optimizer: Optimizer,
+        settings: Settings,
+        *,
+        micro_batch: int,
+        dtype_name: str = "float32",
+    ) -> Engine:
+        """Return an engine without memory that has run every kind of step once, on shapes.
+
+        Its :meth:`memory` is, to the byte, that of the engine which ``comm`` and ``ops`` would make.
+        One micro-batch is enough: each uses the same frames.
+        """
+        shapes = ShapeOps(ops.own_bytes)
+        dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
+        plan = cls(
+            model,
+            dry,
+            shapes,
+            optimizer,
+            settings,
+            micro_batch=micro_batch,
+            global_batch=micro_batch * comm.size,
+            seed=0,
+            dtype_name=dtype_name,
+            planning=True,
+        )
+        plan.step(None, lr=0.0)
+        plan.evaluate(None)
+        plan._forward_one(0)
+        return plan
 
     # --- steps
 

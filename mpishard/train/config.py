@@ -124,6 +124,7 @@ class TrainConfig(_Section):
     heldout_every: int = Field(default=0, ge=0, description="steps between held-out losses; 0 = only at the end")
     heldout_batches: int = Field(default=8, ge=1, description="global batches in a held-out loss, at most")
     log_every: int = Field(default=10, ge=1, description="steps between lines of the log")
+    sample: int = Field(default=0, ge=0, description="bytes of text generated at the end; needs model.vocabulary 256")
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -1,0 +1,75 @@
+"""What the engine asks of an optimiser, and what its steps give back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mpishard.array.dtypes import Array
+from mpishard.array.ops import Ops
+
+__all__ = ["Evaluation", "Optimizer", "StepResult"]
+
+
+class Optimizer(Protocol):
+    """What the engine asks of an optimiser."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the states kept for each element."""
+
+    @property
+    def decay(self) -> float:
+        """Weight decay of the parameters that decay."""
+
+    def clip(self, norm: float) -> float:
+        """Return the factor on a gradient whose global norm is ``norm``."""
+
+    def update(
+        self,
+        ops: Ops,
+        arrays: Mapping[str, Array],
+        segments: tuple[tuple[int, int, float], ...],
+        factor: float,
+        lr: float,
+        count: int,
+    ) -> None:
+        """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did; the same on every rank, but for ``seconds``.
+
+    Attributes:
+        loss: mean loss of the step's targets, before the update, in nats.
+        grad_norm: global norm of the mean gradient, before clipping.
+        updated: False where the gradient was not finite or no target counted: the update was skipped.
+        more, stop: every rank has data for the next step; some rank wants to stop.
+        seconds: this rank's time: ``computing``, ``waiting`` for others, ``communicating`` (in flight, hidden
+            or not), ``total``.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    grad_norm: float
+    lr: float
+    updated: bool
+    more: bool
+    stop: bool
+    seconds: dict[str, float] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss over held-out data: the sum over ``tokens`` targets, in nats."""
+
+    total: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss in nats."""
+        return self.total / self.tokens if self.tokens else float("nan")

@@ -1,0 +1,82 @@
+"""What a run prints: a line now and then, and tables at the end. Rank 0 alone prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mpishard.shard.results import StepResult
+
+__all__ = ["console", "curve_table", "duration", "memory_table", "progress_line", "size"]
+
+
+def console() -> Console:
+    """Return a console for standard output; wide enough for the tables where it is no terminal."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 110, highlight=False, soft_wrap=False)
+
+
+def size(count: float) -> str:
+    """Return bytes in a readable unit (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def duration(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds, as far as needed."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def progress_line(result: StepResult, steps: int, rate: float, held: int, left: float) -> str:
+    """Return the line that tells how the run goes. ``rate`` in tokens a second, ``left`` in seconds."""
+    width = len(str(steps))
+    skipped = "" if result.updated else "  update skipped: the gradient is not finite"
+    return (
+        f"step {result.step + 1:{width}}/{steps}  loss {result.loss:7.4f}  norm {result.grad_norm:8.3f}  "
+        f"lr {result.lr:.2e}  {rate:8.0f} tokens/s  {size(held)} held  {duration(left)} left{skipped}"
+    )
+
+
+def curve_table(points: Sequence[tuple[int, float, float | None]]) -> Table:
+    """Return the loss curve: (step, mean training loss since the point before, held-out loss or None)."""
+    table = Table(title="Loss, nats a token", title_justify="left")
+    table.add_column("step", justify="right")
+    table.add_column("training", justify="right")
+    table.add_column("held-out", justify="right")
+    table.add_column("", min_width=30)
+    highest = max(loss for _, loss, _ in points)
+    for step, loss, heldout in points:
+        bar = "█" * round(30 * loss / highest) if loss == loss else ""
+        table.add_row(str(step), f"{loss:.4f}", "" if heldout is None else f"{heldout:.4f}", bar)
+    return table
+
+
+def memory_table(ranks: Sequence[Mapping[str, int]], whole: Mapping[str, int], strategy: str) -> Table:
+    """Return bytes by category: each rank's (the first few), and what a rank holds where nothing is sharded."""
+    table = Table(title=f"Memory by category ({strategy}, {len(ranks)} ranks)", title_justify="left")
+    table.add_column("category")
+    shown = ranks[:4]
+    for rank, _ in enumerate(shown):
+        table.add_column(f"rank {rank}", justify="right")
+    if len(ranks) > len(shown):
+        table.add_column(f"most of {len(ranks)}", justify="right")
+    table.add_column("unsharded", justify="right")
+    table.add_column("ratio", justify="right")
+    rows = [(name, [held[name] for held in ranks], whole[name]) for name in whole if whole[name] or ranks[0][name]]
+    rows.append(("total", [sum(held.values()) for held in ranks], sum(whole.values())))
+    for name, held, unsharded in rows:
+        if name == "total":
+            table.add_section()
+        cells = [size(count) for count in held[: len(shown)]]
+        if len(ranks) > len(shown):
+            cells.append(size(max(held)))
+        ratio = f"{max(held) / unsharded:.2f}" if unsharded else "-"
+        table.add_row(name, *cells, size(unsharded) if unsharded else "-", ratio)
+    return table

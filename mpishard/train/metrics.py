@@ -1,0 +1,62 @@
+"""The run directory: its resolved configuration, one JSON object a step, and the final report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpishard.errors import ConfigError
+
+__all__ = ["RunDirectory"]
+
+_CONFIG, _METRICS, _REPORT = "config.toml", "metrics.jsonl", "report.json"
+
+
+class RunDirectory:
+    """Writes a run's files; used by rank 0 alone.
+
+    Raises:
+        ConfigError: the directory holds a run already.
+    """
+
+    def __init__(self, path: Path, config: str) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        for name in (_CONFIG, _METRICS, _REPORT):
+            if (path / name).exists():
+                raise ConfigError(f"{path} already holds a run ({name}); choose another --run-dir, nothing was changed")
+        # "x": of two runs that begin at once in one directory, one is refused.
+        try:
+            with (path / _CONFIG).open("x", encoding="utf-8") as file:
+                file.write(config)
+        except FileExistsError:
+            raise ConfigError(f"{path} is being used by another run; choose another --run-dir") from None
+        self._file = (path / _METRICS).open("x", encoding="utf-8", buffering=1)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one step's record as a line."""
+        self._file.write(json.dumps(_plain(record)) + "\n")
+
+    def report(self, record: dict[str, Any]) -> None:
+        """Write the final report."""
+        (self.path / _REPORT).write_text(json.dumps(_plain(record), indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
