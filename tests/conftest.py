@@ -34,8 +34,8 @@ from _pytest.junitxml import xml_key
 GRACE = 5.0
 #: Seconds for one test on several ranks, and for one that is marked slow.
 LIMIT, SLOW_LIMIT = 90.0, 900.0
-#: Folders whose code is left out of the stacks.
-PYTEST_CODE = {"_pytest", "pytest", "pluggy"}
+#: Folders and files whose calls are left out of the stacks.
+OTHERS_CODE = {"_pytest", "pytest", "pluggy", "<frozen runpy>"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,11 +96,11 @@ class Ranks:
         found = (hashlib.sha256(names.encode()).hexdigest(), len(session.items), "\n".join(self.failures))
         others = self.comm.allgather(found)
         self.failures.clear()
-        for rank, other in enumerate(others):
-            if other[0] != others[0][0]:
+        for rank, (names_found, count, errors) in enumerate(others):
+            if names_found != others[0][0]:
                 pytest.exit(
-                    f"[ranks] rank 0 collected {others[0][1]} tests, rank {rank} others or in another order "
-                    f"({other[1]}). {others[0][2]}{other[2]}",
+                    f"[ranks] the ranks collected different tests: rank 0 has {others[0][1]}, rank {rank} has {count}, "
+                    f"perhaps in another order\n{others[0][2]}{errors}",
                     returncode=pytest.ExitCode.USAGE_ERROR,
                 )
 
@@ -211,11 +211,11 @@ class Watchdog:
 
 
 def stacks() -> str:
-    """Return the calls of every thread but this one, without pytest's own."""
+    """Return the calls of every thread but this one, without those of pytest."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     text = ""
     for ident, frame in sys._current_frames().items():
-        calls = [call for call in traceback.extract_stack(frame) if not PYTEST_CODE & set(Path(call.filename).parts)]
+        calls = [call for call in traceback.extract_stack(frame) if not OTHERS_CODE & set(Path(call.filename).parts)]
         if ident != threading.get_ident():
             text += f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_list(calls))
     return text

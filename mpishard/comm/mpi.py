@@ -261,8 +261,7 @@ class MpiCommunicator(Communicator):
     def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: _Pump, chunk_bytes: int) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
-        self._tag = 0
-        self._closed = False
+        self._tag, self._closed = 0, False
 
     def scratch_elements(self, count: int) -> int:
         """Room for the blocks of all ranks."""
@@ -316,16 +315,15 @@ class MpiCommunicator(Communicator):
     def _point_to_point(self, sends: Sequence[Array], receives: Sequence[Array]) -> Post:
         """Exchange block ``r`` with rank ``r`` in slices, nearest ranks first; the own block is left out.
 
-        Slices between two ranks arrive in the order sent. A tag per collective keeps those in flight apart;
-        every rank posts them in one order, so it counts the tags alike.
+        Slices between two ranks arrive in the order sent. Collectives in flight are kept apart by their tags;
+        every rank posts in one order, so all count alike.
         """
-        step = max(1, self.chunk_bytes // sends[0].itemsize)
-        kind = _WIRE[sends[0].itemsize]
+        step, kind = max(1, self.chunk_bytes // sends[0].itemsize), _WIRE[sends[0].itemsize]
+        sources = [(self.rank - far) % self.size for far in range(1, self.size)]
+        targets = [(self.rank + far) % self.size for far in range(1, self.size)]
 
         def post() -> list[MPI.Request]:
             self._tag = (self._tag + 1) % _TAGS
-            sources = [(self.rank - far) % self.size for far in range(1, self.size)]
-            targets = [(self.rank + far) % self.size for far in range(1, self.size)]
             return [
                 self._mpi.Irecv([piece, piece.size, kind], rank, self._tag)
                 for rank in sources
@@ -346,7 +344,7 @@ class MpiCommunicator(Communicator):
         return [bytes(records[rank * count : (rank + 1) * count]) for rank in range(self.size)]
 
     def _broadcast(self, array: Array, root: int) -> None:
-        pieces = list(_pieces(_wire(array), max(1, self.chunk_bytes // array.itemsize)))
+        pieces = _pieces(_wire(array), max(1, self.chunk_bytes // array.itemsize))
         kind = _WIRE[array.itemsize]
         self._pump.do("a broadcast", lambda: [self._mpi.Ibcast([piece, piece.size, kind], root) for piece in pieces])
 
@@ -394,8 +392,7 @@ def _node(comm: MPI.Intracomm) -> Node:
 
 def _wire(array: Array) -> Array:
     """View an array as whole numbers of its width."""
-    view: Array = array.view(f"u{array.itemsize}")
-    return view
+    return cast("Array", array.view(f"u{array.itemsize}"))
 
 
 def _pieces(array: Array, step: int) -> list[Array]:

@@ -4,7 +4,7 @@
 A unit's values are SHARDED, GATHERING (the all-gather is in flight) or GATHERED; its gradient buffer is CLOSED,
 OPEN (backward writes it), REDUCING (the reduce-scatter reads it) or, with its buffer free again, CLOSED. Each
 instruction moves a unit from one state to the next; any other move is an error that names the unit,
-its state and the instruction.
+its state and the instruction. Stages compute up and then down again, one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -67,6 +67,10 @@ class _Checker:
         self.agreed = False
         self.trained = False
         self.done: dict[tuple[str, int], set[type]] = {}
+        self.stages = [stage.name for stage in outline.stages]
+        #: the newest activation or gradient: what made it, its stage and micro-batch; None between micro-batches
+        self.newest: tuple[str, str, int] | None = None
+        self.kept: set[tuple[str, int]] = set()
         self.at = ""
 
     def fail(self, message: str) -> None:
@@ -87,15 +91,44 @@ class _Checker:
     def compute(self, step: Forward | Recompute | Loss | Backward | Evaluate | Predict) -> None:
         for unit in reads(self.outline, step):
             if self.values[unit] is not Values.GATHERED:
-                self.fail(f"it reads unit {unit}, which is {self.values[unit].value}; a Gather and an Await must come before")
+                self.fail(f"it reads unit {unit}, which is {self.values[unit].value}; a Gather and an Await come before")
         done = self.done.setdefault((step.stage, step.micro), set())
         if type(step) in done:
             self.fail(f"stage {step.stage} did this already for micro-batch {step.micro}")
         if isinstance(step, Backward | Recompute) and Forward not in done:
             self.fail(f"stage {step.stage} has not been forward for micro-batch {step.micro}")
         done.add(type(step))
+        self.flow(step)
+        self.keep(step)
         if isinstance(step, Loss | Backward):
             self.touch(step)
+
+    def flow(self, step: Forward | Recompute | Loss | Backward | Evaluate | Predict) -> None:
+        """Activations go up the stages and gradients come down; each stage takes what its neighbour made last."""
+        place = self.stages.index(step.stage)
+        down = isinstance(step, Backward | Recompute)
+        needed = None
+        if down:
+            needed = ("gradient", self.stages[place + 1], step.micro)
+        elif place > 0:
+            needed = ("activation", self.stages[place - 1], step.micro)
+        if self.newest != needed:
+            self.fail(f"it needs {_described(needed)} and finds {_described(self.newest)}")
+        if isinstance(step, Evaluate | Predict) or (isinstance(step, Loss | Backward) and place == 0):
+            self.newest = None
+        elif not isinstance(step, Recompute):
+            self.newest = ("activation" if isinstance(step, Forward) else "gradient", step.stage, step.micro)
+
+    def keep(self, step: Forward | Recompute | Loss | Backward | Evaluate | Predict) -> None:
+        key = (step.stage, step.micro)
+        if isinstance(step, Recompute) or (isinstance(step, Forward) and step.keep):
+            if key in self.kept:
+                self.fail(f"stage {step.stage} keeps what it needs for micro-batch {step.micro} already")
+            self.kept.add(key)
+        elif isinstance(step, Backward):
+            if key not in self.kept:
+                self.fail(f"stage {step.stage} has kept nothing for micro-batch {step.micro}; it must be recomputed")
+            self.kept.remove(key)
 
     def touch(self, step: Loss | Backward) -> None:
         self.trained = True
@@ -117,7 +150,8 @@ class _Checker:
         if missing:
             self.fail(f"the gradient of {missing[0]} of unit {unit} has not been written")
         if step.add != (self.reduced[unit] > 0):
-            self.fail(f"reduction number {self.reduced[unit]} of unit {unit} must {'add' if self.reduced[unit] else 'write'}")
+            deed = "add" if self.reduced[unit] else "write"
+            self.fail(f"reduction number {self.reduced[unit]} of unit {unit} must {deed}")
         self.reduced[unit] += 1
         self.flight.append(unit)
 
@@ -166,6 +200,8 @@ class _Checker:
 
     def end(self) -> None:
         self.settled()
+        if self.newest is not None:
+            self.fail(f"{_described(self.newest)} is left over")
         if self.strategy == "full_shard":
             for unit, state in self.values.items():
                 if state is not Values.SHARDED:
@@ -173,6 +209,10 @@ class _Checker:
         for unit in self.values if self.trained else ():
             if unit not in self.updated:
                 self.fail(f"unit {unit} was not updated")
+
+
+def _described(flow: tuple[str, str, int] | None) -> str:
+    return "no activation or gradient" if flow is None else f"the {flow[0]} of stage {flow[1]}, micro-batch {flow[2]}"
 
 
 def check(outline: Outline, schedule: Sequence[Instruction], strategy: str) -> None:

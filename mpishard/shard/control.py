@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mpishard.errors import CommError
 from mpishard.shard.exact import EXACT_BYTES, ExactSum
 
-__all__ = ["Agreement", "Report", "combine"]
+__all__ = ["Agreement", "Report", "combine", "compare"]
 
 _RECORD = struct.Struct(f"<8s8sq{EXACT_BYTES}s{EXACT_BYTES}sqBBBB")
 
@@ -83,6 +83,20 @@ class Agreement:
     finite: bool
     more: bool
     stop: bool
+
+
+def compare(digests: Sequence[bytes]) -> None:
+    """Compare what the ranks are about to bind and run.
+
+    Raises:
+        CommError: on every rank, when it differs; it names the first rank that differs from rank 0.
+    """
+    for rank, mine in enumerate(digests):
+        if mine != digests[0]:
+            raise CommError(
+                f"rank {rank} has schedules {mine.hex()}, rank 0 {digests[0].hex()}; "
+                "all ranks need the same model, settings, batch and seed"
+            )
 
 
 def combine(records: Sequence[bytes]) -> Agreement:

@@ -25,7 +25,7 @@ from mpishard.errors import ConfigError, EngineError
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 from mpishard.shard.check import check
-from mpishard.shard.control import Agreement, Report, combine
+from mpishard.shard.control import Agreement, Report, combine, compare
 from mpishard.shard.exact import ExactSum
 from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
 from mpishard.shard.layout import layout
@@ -105,6 +105,9 @@ class Engine:
             check(self.outline, one, settings.strategy)
         sizes = {name: flat.total for name, flat in self.layouts.items()}
         placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
+        facts = f"{self.layouts} {global_batch} {micro_batch} {seed} {dtype_name} {settings}"
+        self._digests = [digest(one, facts) for one in schedules]
+        compare(comm.exchange(b"".join(self._digests)))  # before ranks bind what others do not
 
         kind = dtype(dtype_name)
         peaks = None
@@ -138,8 +141,6 @@ class Engine:
         self._train, self._eval, self._pred = (
             compiler.compile(one, placed, *hooks) for one, placed in zip(schedules, placements, strict=True)
         )
-        facts = f"{sizes} {global_batch} {micro_batch} {seed} {dtype_name} {settings}"
-        self._digests = [digest(one, facts) for one in schedules]
         nominal = global_batch * math.prod(model.target_shape)
         #: a power of two near 1 / targets, so that gradients stay near one in size before they are divided
         self._scale = 2.0 ** -round(math.log2(max(1, nominal)))

@@ -150,7 +150,7 @@ class _Run:
             heldout = None
             if ends or (train.heldout_every and (step + 1) % train.heldout_every == 0):
                 heldout = self.evaluate()
-            if ends or (step + 1) % spacing == 0:
+            if ends or heldout or (step + 1) % spacing == 0:
                 self.points.append((step + 1, sum(recent) / len(recent), heldout.loss if heldout else None))
                 recent = []
             self._record(result, heldout)
@@ -162,6 +162,8 @@ class _Run:
                 last_line = now
             if ends:
                 break
+        if self.directory and self.engine.steps < train.steps:
+            print(f"the training data ended after {self.engine.steps} of {train.steps} steps", flush=True)
         self._finish(heldout, time.perf_counter() - began, tokens / spent)
 
     def evaluate(self) -> Evaluation:

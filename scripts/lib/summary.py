@@ -9,6 +9,7 @@ tests were filtered. The report of a failed test is printed once, with the launc
 
 from __future__ import annotations
 
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -21,6 +22,8 @@ SHOWN_LINES = 120
 RANKS_MARK = "[ranks]"
 #: How the report of a rank begins that only repeats another's, in tests/conftest.py.
 ECHO = "failed on rank"
+#: A call of pytest in the stacks that faulthandler prints.
+PYTEST_CALL = re.compile(r'  File "(<frozen runpy>|.*/(_pytest|pytest|pluggy)/[^"]*)", line \d+ in ')
 #: Exit statuses of ``timeout``: it ended the command, or had to kill it.
 TIMED_OUT = (124, 137)
 #: pytest's exit status where no test was collected.
@@ -45,10 +48,14 @@ class Launch:
         return sum(o == outcome for o in self.outcomes.values()) + (outcome == "failed" and bool(self.problems))
 
 
-def read_report(launch: Launch, path: Path) -> None:
-    """Add one rank's JUnit report to the launch."""
-    for case in ElementTree.parse(path).iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
+def read_report(launch: Launch, path: Path) -> bool:
+    """Add one rank's JUnit report to the launch; return False where it is missing or cut off."""
+    try:
+        cases = list(ElementTree.parse(path).iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return False
+    for case in cases:
+        name = f"{case.get('classname')}::{case.get('name')}".lstrip(":")
         skip = case.find("skipped")
         parts = [part for tag in ("failure", "error") for part in case.findall(tag)]
         if parts:
@@ -64,6 +71,7 @@ def read_report(launch: Launch, path: Path) -> None:
             launch.skips[name] = skip.get("message") or "no reason given"
         elif launch.outcomes.get(name) != "failed":
             launch.outcomes[name] = "passed"
+    return True
 
 
 def read_launch(folder: Path, filtered: bool) -> Launch:
@@ -75,12 +83,7 @@ def read_launch(folder: Path, filtered: bool) -> Launch:
     if not expected:
         launch.outcomes[folder.name] = "failed" if status else "passed"
         return launch
-    missing = []
-    for name in expected:
-        try:
-            read_report(launch, folder / name)
-        except (OSError, ElementTree.ParseError):
-            missing.append(name)
+    missing = [name for name in expected if not read_report(launch, folder / name)]
     explained = bool(launch.reports)
     launch.ended_early = bool(missing)
     if status in TIMED_OUT:
@@ -110,10 +113,11 @@ def wrong_lines(text: str) -> str:
 
 
 def show_log(launch: Launch, folder: Path) -> None:
-    """Print what a launch printed on the way to its abort, or the end of its log."""
+    """Print what a launch printed on the way to its abort, or the end of its log, without pytest's own calls."""
+    log = "\n".join(line for line in launch.log.splitlines() if not PYTEST_CALL.match(line))
+    mark = log.find(RANKS_MARK)
     print(f"\n--- {launch.name}, from {folder / launch.name / 'log'}")
-    mark = launch.log.find(RANKS_MARK)
-    print(shorten(launch.log, last=True) if mark < 0 else shorten(launch.log[mark:]))
+    print(shorten(log, last=True) if mark < 0 else shorten(log[mark:]))
 
 
 def show_failures(launches: list[Launch], folder: Path) -> None:
@@ -137,7 +141,7 @@ def show_failures(launches: list[Launch], folder: Path) -> None:
         for problem in launch.problems:
             print(f"failed: {launch.name} {problem}")
         if launch.ended_early:
-            print(f"{launch.name} ended early; tests after the failed one did not run")
+            print(f"{launch.name} ended early: tests after the failed one did not run")
 
 
 def show(launches: list[Launch], folder: Path) -> None:

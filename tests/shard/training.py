@@ -24,6 +24,7 @@ SMALL = Gpt2(layers=3, width=15, heads=3, sequence=7, vocabulary=29, dropout=0.1
 #: small enough that the norm is above it in some steps and below it in others
 LIMIT = 1.0
 MICROS = 12
+DEFAULT = Settings()
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Job:
     micros: int = MICROS
     seed: int = 5
     lr: float = 0.01
-    settings: Settings = Settings()
+    settings: Settings = DEFAULT
     poison: bool = False
 
     def with_settings(self, **changes: Any) -> Job:

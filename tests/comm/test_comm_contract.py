@@ -1,0 +1,25 @@
+import pytest
+
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm import LocalCommunicator, run_threads
+from tests.contracts import communicator as suite
+
+
+@pytest.mark.parametrize("name", suite.CHECKS)
+def test_one_rank_alone(name: str) -> None:
+    suite.CHECKS[name](LocalCommunicator(NumpyOps()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", suite.CHECKS)
+def test_threads(name: str, size: int) -> None:
+    run_threads(size, suite.CHECKS[name], deadline=20)
+
+
+@pytest.mark.parametrize("name", suite.FLOATS)
+def test_the_suites_numbers_tell_one_order_of_sums_from_another(name: str) -> None:
+    fulls = [suite.data(1000, suite.DTYPES[name], rank) for rank in range(3)]
+    forward = suite.ordered(fulls, 0, 1000, None)
+    assert (forward != suite.ordered(fulls[::-1], 0, 1000, None)).any()
+    before = suite.data(1000, forward.dtype, 9)
+    assert (suite.ordered(fulls, 0, 1000, before) != before + forward).any()

@@ -1,0 +1,461 @@
+"""What every communicator promises, as checks that are run on every rank of it.
+
+A check is called with one rank's communicator and raises AssertionError where a promise is broken. Ranks draw
+each other's data from seeds, so every rank knows what must arrive; all comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from mpishard.array.dtypes import DTYPES, Array, DType, accumulator
+from mpishard.comm import Communicator
+from mpishard.comm.base import Collective
+from mpishard.errors import CommError, ConfigError
+
+Check = Callable[[Communicator], None]
+CHECKS: dict[str, Check] = {}
+
+FLOATS = ["float16", "float32", "float64"]
+SIZES = [0, 1, 7, 1000]  # elements of a shard
+
+
+def contract(check: Check) -> Check:
+    CHECKS[check.__name__.removeprefix("check_")] = check
+    return check
+
+
+def data(count: int, dtype: DType, *seed: int) -> Array:
+    """Numbers of very different size, so that another order of sums has other bits; any bits for integers."""
+    rng = np.random.default_rng([count, *seed])
+    if dtype.kind == "f":
+        return (rng.standard_normal(count) * 10.0 ** rng.uniform(-3, 3, count)).astype(dtype)
+    return rng.integers(0, 256, count * dtype.itemsize, dtype=np.uint8).view(dtype)
+
+
+def same(found: Array, expected: Array, what: str) -> None:
+    """Compare bits."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape, f"{what}: {found} is not like {expected}"
+    wrong = np.flatnonzero(found.view(np.uint8) != expected.view(np.uint8)) // max(1, found.itemsize)
+    if wrong.size:
+        i = int(wrong[0])
+        raise AssertionError(f"{what}: {wrong.size} bytes differ, first element {i}: {found[i]!r} not {expected[i]!r}")
+
+
+def ordered(fulls: list[Array], start: int, count: int, before: Array | None) -> Array:
+    """The oracle: the ranks' blocks, one after another, in fp32 (fp64 for fp64)."""
+    wide = [full[start : start + count].astype(accumulator(full.dtype)) for full in fulls]
+    total = wide.pop(0).copy() if before is None else before.copy()
+    for part in wide:
+        total = total + part
+    return total
+
+
+def room(comm: Communicator, count: int, dtype: DType) -> Array:
+    """An array of the transport, filled with what no test sends."""
+    array = comm.allocate(count, dtype)
+    array.view(np.uint8)[:] = 0xA5
+    return array
+
+
+def put(comm: Communicator, values: Array) -> Array:
+    array = room(comm, values.size, values.dtype)
+    array[:] = values
+    return array
+
+
+class Gather:
+    """A bound all-gather with its buffers; ``fill`` gives a round's input, ``check`` compares its result."""
+
+    def __init__(self, comm: Communicator, count: int, dtype: DType, in_place: bool = False, seed: int = 0) -> None:
+        self.comm, self.count, self.dtype, self.seed = comm, count, dtype, seed
+        self.out = room(comm, count * comm.size, dtype)
+        own = self.out[comm.rank * count : (comm.rank + 1) * count]
+        self.input = own if in_place else room(comm, count, dtype)
+        self.collective: Collective = comm.bind_all_gather(self.input, self.out)
+
+    def values(self, rank: int, round_: int) -> Array:
+        return data(self.count, self.dtype, self.seed, round_, rank)
+
+    def fill(self, round_: int) -> None:
+        self.out.view(np.uint8)[:] = 0x5A
+        self.input[:] = self.values(self.comm.rank, round_)
+
+    def check(self, round_: int, add: bool = False) -> None:
+        everyone = [self.values(rank, round_) for rank in range(self.comm.size)]
+        same(self.out, np.concatenate(everyone), f"all-gather of {self.dtype} x {self.count}, round {round_}")
+
+
+class Reduce:
+    """The same for a reduce-scatter of ``count`` elements per rank."""
+
+    def __init__(self, comm: Communicator, count: int, dtype: DType, seed: int = 0) -> None:
+        self.comm, self.count, self.dtype, self.seed = comm, count, dtype, seed
+        self.input = room(comm, count * comm.size, dtype)
+        self.out = room(comm, count, accumulator(dtype))
+        scratch = room(comm, comm.scratch_elements(self.input.size), dtype)
+        self.collective: Collective = comm.bind_reduce_scatter(self.input, self.out, scratch)
+
+    def values(self, rank: int, round_: int) -> Array:
+        return data(self.input.size, self.dtype, self.seed, round_, rank)
+
+    def before(self, round_: int) -> Array:
+        return data(self.count, self.out.dtype, self.seed, round_, self.comm.rank, 1)
+
+    def fill(self, round_: int) -> None:
+        self.out[:] = self.before(round_)
+        self.input[:] = self.values(self.comm.rank, round_)
+
+    def check(self, round_: int, add: bool = False) -> None:
+        fulls = [self.values(rank, round_) for rank in range(self.comm.size)]
+        before = self.before(round_) if add else None
+        expected = ordered(fulls, self.comm.rank * self.count, self.count, before)
+        same(self.out, expected, f"reduce-scatter of {self.dtype} x {self.count}, add={add}, round {round_}")
+        same(self.input, fulls[self.comm.rank], "the input of the reduce-scatter")
+
+
+def pair(comm: Communicator) -> tuple[Gather, Reduce]:
+    return Gather(comm, 301, DTYPES["float32"], seed=1), Reduce(comm, 203, DTYPES["float16"], seed=2)
+
+
+def delays(comm: Communicator, rounds: int) -> Iterator[float]:
+    """Seconds for this rank to be late; other ranks draw others."""
+    rng = np.random.default_rng([rounds, comm.rank])
+    yield from rng.choice([0.0, 0.0, 0.001, 0.01], rounds)
+
+
+# --- the collectives
+
+
+@contract
+def check_all_gather(comm: Communicator) -> None:
+    for dtype, count, in_place in itertools.product(DTYPES.values(), SIZES, [False, True]):
+        gather = Gather(comm, count, dtype, in_place)
+        for round_ in range(2):  # twice in a row: the second finds what the first left behind
+            gather.fill(round_)
+            gather.collective.start().wait_inputs()
+            gather.check(round_)
+            if not in_place:
+                same(gather.input, gather.values(comm.rank, round_), "the input of the all-gather")
+
+
+@contract
+def check_reduce_scatter(comm: Communicator) -> None:
+    for name, count, add in itertools.product(FLOATS, SIZES, [False, True]):
+        reduce = Reduce(comm, count, DTYPES[name])
+        for round_ in range(2):
+            reduce.fill(round_)
+            reduce.collective.start(add).wait_inputs()
+            reduce.check(round_, add)
+
+
+@contract
+def check_negative_zero_is_written(comm: Communicator) -> None:
+    full, out = room(comm, comm.size, DTYPES["float32"]), room(comm, 1, DTYPES["float32"])
+    full[:] = -0.0
+    scratch = room(comm, comm.scratch_elements(full.size), full.dtype)
+    comm.bind_reduce_scatter(full, out, scratch).start().wait_inputs()
+    same(out, np.array([-0.0], np.float32), "a sum of negative zeros, of which the first is written")
+
+
+@contract
+def check_results_stay_inside_out(comm: Communicator) -> None:
+    whole = room(comm, 5 * comm.size + 32, DTYPES["float32"])
+    shard = put(comm, data(5, DTYPES["float32"], comm.rank))
+    comm.bind_all_gather(shard, whole[16:-16]).start().wait_inputs()
+    guards = np.concatenate([whole[:16], whole[-16:]])
+    same(guards.view(np.uint8), np.full(128, 0xA5, np.uint8), "the elements beside out")
+
+
+@contract
+def check_broadcast(comm: Communicator) -> None:
+    for root, dtype, count in itertools.product(range(comm.size), DTYPES.values(), SIZES):
+        array = put(comm, data(count, dtype, comm.rank))
+        comm.broadcast(array, root)
+        same(array, data(count, dtype, root), f"broadcast of {dtype} x {count} from {root}")
+    array = put(comm, data(9, DTYPES["float32"], comm.rank))
+    comm.broadcast(array)
+    array[:] = comm.rank  # the root may overwrite it at once; nobody may see that
+    comm.barrier()
+    same(array, np.full(9, comm.rank, np.float32), "an array after its broadcast")
+
+
+@contract
+def check_broadcast_is_read_before_it_returns(comm: Communicator) -> None:
+    for round_ in range(3):
+        array = put(comm, data(5000, DTYPES["float64"], round_, comm.rank))
+        if comm.rank != 0:
+            time.sleep(0.01 * comm.rank)
+        comm.broadcast(array, 0)
+        if comm.rank == 0:
+            array[:] = np.nan
+        else:
+            same(array, data(5000, DTYPES["float64"], round_, 0), "a broadcast whose root overwrites its array")
+
+
+@contract
+def check_all_reduce(comm: Communicator) -> None:
+    for name, count in itertools.product(["float32", "float64"], SIZES):
+        arrays = [data(count, DTYPES[name], rank) for rank in range(comm.size)]
+        for _ in range(2):
+            array = put(comm, arrays[comm.rank])
+            comm.all_reduce(array)
+            same(array, ordered(arrays, 0, count, None), f"all_reduce of {name} x {count}")
+
+
+@contract
+def check_exchange(comm: Communicator) -> None:
+    for length in (1, 0, 256, 5):
+        records = [bytes([rank, length % 256]) * length for rank in range(comm.size)]
+        found = comm.exchange(records[comm.rank])
+        assert found == records, f"records of {2 * length} bytes: {found}"
+    comm.barrier()
+
+
+@contract
+def check_barrier_waits_for_all(comm: Communicator) -> None:
+    comm.barrier()
+    begin = time.perf_counter()
+    if comm.rank == comm.size - 1:
+        time.sleep(0.05)
+    comm.barrier()
+    assert time.perf_counter() - begin > 0.04
+
+
+# --- time
+
+
+@contract
+def check_skewed_ranks(comm: Communicator) -> None:
+    gather, reduce = pair(comm)
+    for round_, (first, second) in enumerate(zip(delays(comm, 12), delays(comm, 12), strict=True)):
+        gather.fill(round_)
+        reduce.fill(round_)
+        time.sleep(first)
+        one = gather.collective.start()
+        two = reduce.collective.start(add=True)
+        time.sleep(second)
+        one.wait_inputs()
+        two.wait_inputs()
+        gather.check(round_)
+        reduce.check(round_, add=True)
+
+
+@contract
+def check_several_in_flight(comm: Communicator) -> None:
+    """Waited for in every order, and in another one on odd ranks."""
+    gather, reduce = pair(comm)
+    third = Gather(comm, 17, DTYPES["uint16"], in_place=True, seed=3)
+    flights = [gather, reduce, third]
+    for round_, order in enumerate(itertools.permutations(range(3))):
+        for flight in flights:
+            flight.fill(round_)
+        works = [flight.collective.start() for flight in flights]
+        for i in order if comm.rank % 2 == 0 else order[::-1]:
+            works[i].wait()
+            flights[i].check(round_)
+        for work in works:
+            work.wait_inputs()
+
+
+@contract
+def check_input_is_free_only_after_wait_inputs(comm: Communicator) -> None:
+    """Each rank in turn is late to read; the others overwrite their inputs as early as they may."""
+    gather, reduce = pair(comm)
+    for late in range(comm.size):
+        for flight in (gather, reduce):
+            flight.fill(late)
+            comm.barrier()
+            work = flight.collective.start()
+            if comm.rank == late:
+                time.sleep(0.03)
+                work.wait()
+                flight.check(late)
+            else:
+                work.wait_inputs()
+                flight.input[:] = np.array(0x7E7E, np.uint64).astype(flight.dtype)
+            work.wait_inputs()
+
+
+@contract
+def check_waiting_again_is_free(comm: Communicator) -> None:
+    reduce = pair(comm)[1]
+    reduce.fill(0)
+    work = reduce.collective.start(add=True)
+    for _ in range(2):
+        work.wait()
+        work.wait_inputs()
+    work.released()
+    reduce.check(0, add=True)
+
+
+@contract
+def check_started_twice(comm: Communicator) -> None:
+    gather = pair(comm)[0]
+    gather.fill(0)
+    work = gather.collective.start()
+    with pytest.raises(CommError, match="started again before"):
+        gather.collective.start()
+    work.wait_inputs()
+    gather.check(0)
+    gather.fill(1)
+    gather.collective.start().wait_inputs()
+    gather.check(1)
+
+
+# --- mistakes
+
+
+@contract
+def check_one_ranks_mistake_is_everybodys(comm: Communicator) -> None:
+    f2, f4, i8 = DTYPES["float16"], DTYPES["float32"], DTYPES["int64"]
+    n = comm.size
+    own = slice(comm.rank * 4, comm.rank * 4 + 4)
+    wide = room(comm, 8 * n, f4)
+
+    def gather(shard: Array, out: Array) -> None:
+        comm.bind_all_gather(shard, out)
+
+    def reduce(full: Array, out: Array, scratch: Array | None = None) -> None:
+        spare = room(comm, comm.scratch_elements(full.size), full.dtype) if scratch is None else scratch
+        comm.bind_reduce_scatter(full, out, spare)
+
+    def new(count: int, dtype: DType = f4) -> Array:
+        return room(comm, count, dtype)
+
+    def good_gather() -> None:
+        gather(new(4), new(4 * n))
+
+    def good_reduce() -> None:
+        reduce(new(4 * n), new(4))
+
+    mistakes: list[tuple[Callable[[], None], Callable[[], None], str]] = [
+        (good_gather, lambda: gather(new(4), new(4 * n + 1)), "out holds"),
+        (good_gather, lambda: gather(new(4, f2), new(4 * n)), "must be of one type"),
+        (good_gather, lambda: gather(np.zeros(8, f4)[::2], new(4 * n)), "1-D contiguous"),
+        (good_gather, lambda: gather(np.zeros((2, 2), f4), new(4 * n)), "1-D contiguous"),
+        (good_gather, lambda: gather(np.zeros(4, np.int32), np.zeros(4 * n, np.int32)), "not in the table"),
+        (good_gather, lambda: gather(wide[own.start + 1 : own.stop + 1], wide[: 4 * n]), "overlaps out"),
+        (good_reduce, lambda: reduce(new(4 * n), new(5)), "full holds"),
+        (good_reduce, lambda: reduce(new(4 * n, f2), new(4, f2)), "out must be float32"),
+        (good_reduce, lambda: reduce(new(4 * n, i8), new(4, i8)), "cannot be summed"),
+        (good_reduce, lambda: reduce(wide[: 4 * n], wide[own]), "never in place"),
+        (lambda: comm.broadcast(new(3)), lambda: comm.broadcast(new(3), comm.size), "is not one of"),
+        (lambda: comm.broadcast(new(4)), lambda: comm.broadcast(np.zeros(8, f4)[::2]), "1-D contiguous"),
+        (lambda: comm.all_reduce(new(4)), lambda: comm.all_reduce(new(4, f2)), "is needed"),
+    ]
+    if comm.scratch_elements(4 * n):
+        mistakes += [
+            (good_reduce, lambda: reduce(new(4 * n), new(4), new(4 * n - 1)), "are needed"),
+            (good_reduce, lambda: reduce(new(4 * n), new(4), new(4 * n, f2)), "must be of one type"),
+            (good_reduce, lambda: reduce(new(4 * n), wide[:4], wide[: 4 * n]), "overlap"),
+        ]
+    # What is right by itself, but is not what the others bind.
+    differences: list[tuple[Callable[[], None], Callable[[], None]]] = [
+        (good_gather, lambda: gather(new(5), new(5 * n))),
+        (good_gather, lambda: gather(new(4, f2), new(4 * n, f2))),
+        (good_gather, lambda: gather(wide[own], wide[: 4 * n])),
+        (good_gather, good_reduce),
+        (good_reduce, lambda: reduce(new(4 * n, f2), new(4))),
+        (lambda: comm.broadcast(new(3), 0), lambda: comm.broadcast(new(3), comm.size - 1)),
+        (lambda: comm.all_reduce(new(3)), lambda: comm.all_reduce(new(4))),
+    ]
+    for bad in {0, n - 1}:
+        for right, wrong, message in mistakes:
+            with pytest.raises(CommError, match=f"on rank {bad}, .*{message}"):
+                (wrong if comm.rank == bad else right)()
+        for right, wrong in differences if n > 1 else []:
+            with pytest.raises(CommError, match=f"rank {bad or 1} binds"):
+                (wrong if comm.rank == bad else right)()
+    check_skewed_ranks(comm)  # all is well again
+
+
+# --- groups and counts
+
+
+@contract
+def check_split(comm: Communicator) -> None:
+    everyone = list(range(comm.size))
+    backwards = comm.split([everyone[::-1]])
+    assert (backwards.rank, backwards.size) == (comm.size - 1 - comm.rank, comm.size)
+    assert backwards.exchange(bytes([comm.rank])) == [bytes([rank]) for rank in everyone[::-1]]
+    parts = [group for group in (everyone[::2], everyone[1::2]) if group]
+    part = comm.split(parts)
+    own = everyone[comm.rank % 2 :: 2]
+    assert (part.rank, part.size, part.transport) == (own.index(comm.rank), len(own), comm.transport)
+    assert part.exchange(bytes([comm.rank])) == [bytes([rank]) for rank in own]
+    for child in (part, backwards, comm):
+        check_several_in_flight(child)
+    grandchild = part.split([[rank] for rank in range(part.size)])
+    check_reduce_scatter(grandchild)
+    assert part.tallies["reduce_scatter"] is not comm.tallies["reduce_scatter"]
+    for child in (grandchild, part, backwards):
+        child.close()
+        child.close()
+    comm.barrier()
+
+
+@contract
+def check_wrong_groups_are_refused(comm: Communicator) -> None:
+    everyone = list(range(comm.size))
+    for groups in ([everyone, [0]], [everyone[1:]], [[*everyone, comm.size]]):
+        with pytest.raises(ConfigError, match="exactly once"):
+            comm.split(groups)
+    if comm.size > 1:
+        with pytest.raises(CommError, match=r"split differently: rank 1"):
+            comm.split([everyone if comm.rank == 0 else everyone[::-1]])
+
+
+@contract
+def check_node(comm: Communicator) -> None:
+    node = comm.node
+    assert 0 <= node.local_rank < node.local_size <= comm.size
+    assert 0 <= node.index < node.count <= comm.size
+    places = comm.exchange(bytes([node.index, node.local_rank]))
+    assert len(set(places)) == comm.size, f"two ranks in one place: {places}"
+
+
+@contract
+def check_tallies(comm: Communicator) -> None:
+    gather, reduce = pair(comm)
+    array = room(comm, 10, DTYPES["float64"])
+    others = comm.size - 1
+    before = {kind: (tally.calls, tally.bytes) for kind, tally in comm.tallies.items()}
+    for round_ in range(2):
+        gather.fill(round_)
+        reduce.fill(round_)
+        works = [gather.collective.start(), reduce.collective.start()]
+        for work in works:
+            work.wait_inputs()
+    comm.exchange(b"12345")
+    found = {kind: (t.calls - before[kind][0], t.bytes - before[kind][1]) for kind, t in comm.tallies.items()}
+    assert found == {
+        "all_gather": (2, 2 * 301 * 4 * others),
+        "reduce_scatter": (2, 2 * 203 * 2 * others),
+        "exchange": (1, 5 * others),
+        "broadcast": (0, 0),
+    }
+    comm.broadcast(array, 0)
+    tally = comm.tallies["broadcast"]
+    assert tally.calls == before["broadcast"][0] + 1
+    assert tally.bytes == before["broadcast"][1] + (80 if comm.rank == 0 else 0)
+    assert all(t.busy >= 0 and t.waited >= 0 for t in comm.tallies.values())
+
+
+@contract
+def check_waiting_is_measured(comm: Communicator) -> None:
+    gather = pair(comm)[0]
+    gather.fill(0)
+    comm.barrier()
+    before = comm.tallies["all_gather"].waited, comm.tallies["all_gather"].busy
+    if comm.rank == 0:
+        time.sleep(0.05)
+    gather.collective.start().wait_inputs()
+    after = comm.tallies["all_gather"].waited, comm.tallies["all_gather"].busy
+    if comm.rank > 0:
+        assert after[0] - before[0] > 0.03 and after[1] - before[1] > 0.03

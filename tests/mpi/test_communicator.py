@@ -1,0 +1,168 @@
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mpishard.array.dtypes import DTYPES
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm import Communicator, world
+from mpishard.errors import CommError, ConfigError
+from tests.contracts import communicator as suite
+
+pytestmark = pytest.mark.mpi
+
+#: As by default, and every call in slices, which then number several per block.
+WAYS = [(threaded, chunk) for threaded in (True, False) for chunk in (2**28, 96)]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{'thread' if way[0] else 'inline'}-{way[1]}")
+def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    from mpi4py import MPI
+
+    from mpishard.comm.mpi import MpiCommunicator
+
+    threaded, chunk = request.param
+    made = MpiCommunicator(MPI.COMM_WORLD, NumpyOps(), chunk_bytes=chunk, threaded=threaded)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", suite.CHECKS)
+def test_contract(comm: Communicator, name: str) -> None:
+    suite.CHECKS[name](comm)
+
+
+def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:
+    gather = suite.Gather(comm, 40_000, DTYPES["float64"])
+    gather.fill(0)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(0.3)
+    begin = time.perf_counter()
+    work = gather.collective.start()
+    assert time.perf_counter() - begin < 0.2
+    work.wait_inputs()
+    gather.check(0)
+
+
+def test_many_collectives_in_flight(comm: Communicator) -> None:
+    gathers = [suite.Gather(comm, 50 + i, DTYPES["float32"], seed=i) for i in range(20)]
+    for gather in gathers:
+        gather.fill(0)
+    works = [gather.collective.start() for gather in gathers]
+    for work, gather in zip(works[::-1], gathers[::-1], strict=True):
+        work.wait()
+        gather.check(0)
+
+
+def test_the_programs_own_messages_do_not_meet_ours(comm: Communicator) -> None:
+    from mpi4py import MPI
+
+    gather = suite.Gather(comm, 1000, DTYPES["float32"])
+    mine = np.full(3, comm.rank)
+    for round_ in range(20):
+        gather.fill(round_)
+        gather.collective.start().wait_inputs()
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX)
+        assert (mine == comm.size - 1).all()
+        gather.check(round_)
+
+
+def test_a_failure_in_mpi_reaches_who_waits(comm: Communicator) -> None:
+    def fails() -> list[object]:
+        raise RuntimeError("the cable is cut")
+
+    gather = suite.Gather(comm, 3, DTYPES["float32"])
+    gather.collective._post = fails  # type: ignore[attr-defined]
+    work = gather.collective.start()
+    for _ in range(2):
+        with pytest.raises(CommError, match=r"all-gather number \d+ failed in MPI: the cable is cut"):
+            work.wait()
+    comm.barrier()
+
+
+def test_an_exchange_costs_less_than_a_millisecond(comm: Communicator) -> None:
+    comm.barrier()
+    seconds = []
+    for _ in range(100):
+        begin = time.perf_counter()
+        comm.exchange(bytes(256))
+        seconds.append(time.perf_counter() - begin)
+    limit = 1e-3 if comm.size <= 2 else 1e-2  # ranks may outnumber cores
+    assert np.median(seconds) < limit, f"an exchange takes {np.median(seconds) * 1e6:.0f} us"
+
+
+def test_waiting_leaves_the_core_to_others(comm: Communicator) -> None:
+    comm.barrier()
+    begin = time.process_time()
+    if comm.rank == 0:
+        time.sleep(0.5)
+    comm.barrier()
+    assert time.process_time() - begin < 0.25
+
+
+def test_the_thread_ends_with_the_last_communicator() -> None:
+    from mpi4py import MPI
+
+    from mpishard.comm.mpi import MpiCommunicator
+
+    before = threading.active_count()
+    parent = MpiCommunicator(MPI.COMM_WORLD, NumpyOps(), threaded=True)
+    child = parent.split([range(parent.size)])
+    assert threading.active_count() == before + 1  # they share one
+    parent.close()
+    child.barrier()
+    child.close()
+    assert threading.active_count() == before
+    with pytest.raises(CommError, match="closed"):
+        child.barrier()
+
+
+def test_nothing_is_polled_while_nothing_is_in_flight() -> None:
+    from mpi4py import MPI
+
+    from mpishard.comm import mpi as module
+
+    made = module.MpiCommunicator(MPI.COMM_WORLD, NumpyOps(), threaded=True)
+    made.barrier()
+    tests = itertools.count()
+    look = made._pump._test
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, made._pump, "_test", look)
+        made._pump._test = lambda: bool(next(tests)) and look()  # type: ignore[method-assign]
+        time.sleep(0.05)
+    assert next(tests) <= 1  # one ring of the bell may have been left
+    made.close()
+
+
+def test_an_intercommunicator_is_refused() -> None:
+    from mpi4py import MPI
+
+    from mpishard.comm.mpi import MpiCommunicator
+
+    if MPI.COMM_WORLD.Get_size() < 2:
+        pytest.skip("one rank makes no intercommunicator")
+    rank = MPI.COMM_WORLD.Get_rank()
+    half = MPI.COMM_WORLD.Split(min(rank, 1), rank)
+    both = half.Create_intercomm(0, MPI.COMM_WORLD, 1 if rank == 0 else 0)
+    with pytest.raises(ConfigError, match="intercommunicator"):
+        MpiCommunicator(both, NumpyOps())  # type: ignore[arg-type]
+    both.Free()
+    half.Free()
+
+
+def test_the_world_is_the_launchers() -> None:
+    from mpi4py import MPI
+
+    made = world(NumpyOps())
+    assert (made.rank, made.size) == (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
+    assert made.transport == ("mpi" if made.size > 1 else "local")
+    made.close()
+    made = world(NumpyOps(), "mpi")
+    assert made.transport == "mpi"
+    suite.CHECKS["reduce_scatter"](made)
+    made.close()

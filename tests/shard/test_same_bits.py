@@ -1,0 +1,130 @@
+"""The same bits of losses, norms, parameters and moments, whatever the ranks, the strategy and the schedule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from shard.training import LIMIT, SMALL, Job, Outcome, train_alone, train_threads
+
+from mpishard.array.constants import IGNORE
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm.threads import run
+from mpishard.models.gpt2 import Gpt2
+
+STEPS = 50
+BASE = Job()
+#: one axis varied at a time
+VARIED = {
+    "no_shard": {"strategy": "no_shard"},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 2": {"prefetch": 2},
+    "recompute": {"recompute": "block"},
+}
+
+
+@functools.cache
+def expected(job: Job = BASE, steps: int = STEPS) -> Outcome:
+    return train_alone(job, steps)
+
+
+def test_the_run_is_worth_comparing() -> None:
+    """It learns, clips in some steps and not in others, drops out, and ignores unequal numbers of targets."""
+    outcome = expected()
+    assert outcome.losses[-1] < outcome.losses[0] / 4
+    clipped = [norm > LIMIT for norm in outcome.norms]
+    assert any(clipped)
+    assert not all(clipped)
+    assert expected(replace(BASE, sizes=replace(SMALL, dropout=0.0)), 3).losses != outcome.losses[:3]
+    inputs, targets = np.zeros((2, 3, 7), np.int64)
+    counts = []
+    for micro in range(BASE.micros):
+        BASE.feed(0)(micro, inputs, targets)
+        counts.append(int((targets != IGNORE).sum()))
+    assert len(set(counts)) > 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_ranks(ranks: int) -> None:
+    assert train_threads(ranks, BASE, STEPS) == [expected()] * ranks
+
+
+@pytest.mark.parametrize("axis", VARIED)
+def test_settings_alone(axis: str) -> None:
+    assert train_alone(BASE.with_settings(**VARIED[axis]), STEPS) == expected()
+
+
+@pytest.mark.parametrize("axis", VARIED)
+def test_settings_on_ranks(axis: str) -> None:
+    assert train_threads(3, BASE.with_settings(**VARIED[axis]), STEPS) == [expected()] * 3
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_poison(strategy: str) -> None:
+    """Released and not yet arrived memory is NaN, and nothing reads it."""
+    job = replace(BASE, poison=True).with_settings(strategy=strategy, prefetch=2, recompute="block")
+    assert train_threads(2, job, 10) == [expected(steps=10)] * 2
+
+
+def test_another_seed_gives_other_bits() -> None:
+    other = expected(replace(BASE, seed=6), 2)
+    assert other.checksum != expected(steps=2).checksum
+    assert set(other.losses).isdisjoint(expected(steps=2).losses)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Gpt2(layers=0, width=6, heads=2, sequence=5, vocabulary=11, dropout=0.2),
+        Gpt2(layers=1, width=33, heads=11, sequence=13, vocabulary=101, dropout=0.1, gelu_tanh=False, head_chunk=7),
+        Gpt2(layers=5, width=14, heads=2, sequence=3, vocabulary=7, attention_block=0),
+    ],
+    ids=["no blocks", "one block", "five blocks"],
+)
+def test_other_models(sizes: Gpt2) -> None:
+    """float64 too: its gradients are summed in float64."""
+    job = Job(sizes, micro_batch=1, micros=6).with_settings(prefetch=2)
+    alone = expected(job, 5)
+    assert train_threads(3, job, 5) == [alone] * 3
+    assert train_threads(2, job.with_settings(strategy="no_shard", recompute="block"), 5) == [alone] * 2
+    wide = {tuple(train_threads(n, job, 4, dtype_name="float64")) for n in (1, 2)}
+    assert len({outcome for outcomes in wide for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_evaluation_and_prediction(strategy: str) -> None:
+    """They give one loss and one set of logits on any ranks, and training goes on as if they had not been."""
+    sample = np.arange(SMALL.sequence) % SMALL.vocabulary
+
+    def body(comm: object) -> tuple[object, ...]:
+        job = BASE.with_settings(strategy=strategy)
+        engine = job.engine(comm)
+        losses = [engine.step(job.feed(0), lr=job.lr).loss]
+        before = engine.checksum()
+        evaluation = engine.evaluate(job.feed(77))
+        logits = engine.predict(sample, 4).tobytes()
+        assert engine.checksum() == before
+        losses += [engine.step(job.feed(step), lr=job.lr).loss for step in (1, 2)]
+        return losses, evaluation, logits, engine.checksum()
+
+    results = [result for ranks in (1, 2, 4) for result in run(ranks, body, NumpyOps)]
+    assert all(result == results[0] for result in results)
+    losses, evaluation, logits, checksum = results[0]
+    assert tuple(losses) == expected(steps=3).losses
+    assert checksum == expected(steps=3).checksum
+    assert np.isfinite(evaluation.loss)
+    assert np.isfinite(np.frombuffer(logits, np.float32)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(
+    ("strategy", "prefetch", "recompute"),
+    list(itertools.product(["full_shard", "no_shard"], [0, 1, 2], ["none", "block"])),
+)
+def test_full_product(ranks: int, strategy: str, prefetch: int, recompute: str) -> None:
+    job = BASE.with_settings(strategy=strategy, prefetch=prefetch, recompute=recompute)
+    assert train_threads(ranks, job, STEPS) == [expected()] * ranks
