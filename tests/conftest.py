@@ -15,9 +15,11 @@ What is printed on the way to an abort starts with ``[ranks]``; scripts/lib/summ
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -74,6 +76,8 @@ class Ranks:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.config = config
         self.stderr = os.dup(2)  # pytest captures the one that tests write to
+        # A launcher ends ranks with SIGTERM, at a time limit and at an abort: print where each of them stands.
+        faulthandler.register(signal.SIGTERM, self.stderr, chain=True)
         self.failures: list[str] = []  # of this rank, in the test that runs
         self.waits = False  # for the other ranks, at the end of the test
         if config.option.xmlpath:
@@ -137,7 +141,6 @@ class Ranks:
 
     def pytest_unconfigure(self) -> None:
         self.watchdog.stop()
-        os.close(self.stderr)
 
     def agree(self, item: pytest.Item) -> dict[int, str]:
         """Return the reports of the ranks where the test failed, by rank, once every rank has ended it."""

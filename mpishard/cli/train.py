@@ -42,28 +42,43 @@ def train(
 
     Settings come from the preset, then the file, then --set; the later wins.
     """
-    from mpishard.train.config import dump_toml, load
+    from mpishard.comm.launch import environment_rank, environment_size
+    from mpishard.train.config import Config, dump_toml, load
 
-    config = load(config_file, preset, overrides)
-    if print_config:
-        from mpishard.comm.launch import environment_rank
-
+    loaded: Config | ConfigError
+    try:
+        loaded = load(config_file, preset, overrides)
+    except ConfigError as error:
+        loaded = error
+    if print_config and isinstance(loaded, Config):
         if environment_rank() in (None, 0):
-            click.echo(dump_toml(config), nl=False)
+            click.echo(dump_toml(loaded), nl=False)
         return 0
+    if isinstance(loaded, ConfigError) and environment_size() in (None, 1):
+        raise loaded
     name = config_file.stem if config_file is not None else preset or "train"
-    return _run(config, name, run_dir)
+    return _run(loaded, name, run_dir)
 
 
-def _run(config: Config, name: str, run_dir: Path | None) -> int:
+def _run(loaded: Config | ConfigError, name: str, run_dir: Path | None) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.array.numpy_ops import NumpyOps
     from mpishard.comm.launch import install_abort_hook, world
     from mpishard.train.config import check_ranks
     from mpishard.train.loop import run
+    from mpishard.train.together import together
 
-    comm = world(NumpyOps(), transport=config.comm.transport)
+    transport = "auto" if isinstance(loaded, ConfigError) else loaded.comm.transport
+    comm = world(NumpyOps(), transport=transport)
     install_abort_hook(comm)
+
+    def settings() -> Config:
+        # A file may be there for one rank and not for another: what one cannot read, none starts with.
+        if isinstance(loaded, ConfigError):
+            raise loaded
+        return loaded
+
+    config = together(comm, settings)
     check_ranks(config, comm.size)
     code: int = run(config, agree_run_dir(comm, name, run_dir), comm)
     comm.close()

@@ -107,8 +107,9 @@ class _Group:
                 if self.job.failure is not None:
                     failed, error = self.job.failure
                     raise CommError(f"{meeting.name} cannot end: rank {failed} of the run failed with {error!r}")
-                if any(self.members[rank] in self.job.ended for rank in late):
-                    raise CommError(f"{meeting.name} cannot end: rank {names} has not {deed} it, and returned early")
+                if gone := [rank for rank in late if self.members[rank] in self.job.ended]:
+                    names = ", ".join(map(str, gone))
+                    raise CommError(f"{meeting.name} cannot end: rank {names} returned and has not {deed} it")
                 left = limit - time.monotonic()
                 if left <= 0:
                     raise CommError(f"{meeting.name} did not end in {seconds:g} s: rank {names} has not {deed} it")

@@ -173,7 +173,8 @@ def _with_gathers(outline: Outline, steps: list[Instruction], prefetch: int) -> 
     streams = [(i, [u for u in units if u not in kept]) for i, units in readers]
     streams = [(i, units) for i, units in streams if units]
     windows = {i: _window(streams, n, prefetch) for n, (i, _) in enumerate(streams)}
-    following = dict(zip([i for i, _ in streams], [windows[i] for i, _ in streams[1:]] + [[]], strict=True))
+    following = {i: windows[then] for (i, _), (then, _) in zip(streams, streams[1:], strict=False)}
+    following |= {i: [] for i, _ in streams[-1:]}
     # A kept unit sets out one reader ahead of its first use, where anything may be in flight ahead.
     order = [i for i, _ in readers]
     early = {u: order[max(0, order.index(i) - min(prefetch, 1))] for u, i in first.items() if u in kept}

@@ -168,6 +168,11 @@ class Config(_Section):
                 f"model.vocabulary is {self.model.vocabulary} and the default corpus is of bytes; "
                 "set model.vocabulary to at least 256, or data.train and data.heldout to files of your own"
             )
+        if self.train.sample and self.model.vocabulary != 256:
+            raise ConfigError(
+                f"train.sample is {self.train.sample} and model.vocabulary is {self.model.vocabulary}; "
+                "text can be made of bytes alone, so set train.sample to 0 or the vocabulary to 256"
+            )
         return self
 
 

@@ -28,7 +28,7 @@ from mpishard.train.config import Config, ModelConfig, check_ranks, dump_toml
 from mpishard.train.display import console, curve_table, memory_table, progress_line, size
 from mpishard.train.metrics import RunDirectory
 from mpishard.train.sample import sample
-from mpishard.train.together import together
+from mpishard.train.together import on_rank_zero, together
 
 __all__ = ["build_model", "run"]
 
@@ -58,7 +58,7 @@ def run(config: Config, run_dir: Path, comm: Communicator) -> int:
         ConfigError: on all ranks, for what the user can mend; nothing that was there is changed.
     """
     check_ranks(config, comm.size)
-    directory = together(comm, lambda: RunDirectory(run_dir, dump_toml(config)), only_rank_zero=True)
+    on_rank_zero(comm, lambda: RunDirectory.refuse(run_dir))
     training, heldout = _open_data(config, run_dir, comm)
     optim, train = config.optim, config.train
     model = build_model(config.model)
@@ -77,6 +77,8 @@ def run(config: Config, run_dir: Path, comm: Communicator) -> int:
     )
     whole = replace(settings, strategy="no_shard")
     unsharded = Engine.rehearsed(model, comm, comm.ops, optimizer, whole, micro_batch=train.micro_batch).memory()
+    # Nothing is written for a run that cannot start.
+    directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config)))
     session = _Run(config, comm, engine, training, heldout, unsharded, directory)
     try:
         if directory is None:
@@ -95,7 +97,7 @@ def _open_data(config: Config, run_dir: Path, comm: Communicator) -> tuple[Batch
     paths = Path(config.data.train), Path(config.data.heldout)
     if not config.data.train:
         folder = run_dir / "corpus"
-        together(comm, lambda: ensure_default_corpus(folder), only_rank_zero=True)
+        on_rank_zero(comm, lambda: ensure_default_corpus(folder))
         paths = folder / "train.tokens", folder / "heldout.tokens"
     common: dict[str, int] = {"global_batch": config.train.global_batch, "micro_batch": config.train.micro_batch}
     shape = config.model.sequence, config.model.vocabulary
@@ -111,9 +113,7 @@ def _open_data(config: Config, run_dir: Path, comm: Communicator) -> tuple[Batch
                 batches.file.verify()
         return both
 
-    opened = together(comm, open_both)
-    assert opened is not None
-    return opened
+    return together(comm, open_both)
 
 
 @dataclass

@@ -24,10 +24,8 @@ class RunDirectory:
 
     def __init__(self, path: Path, config: str) -> None:
         self.path = path
+        self.refuse(path)
         path.mkdir(parents=True, exist_ok=True)
-        for name in (_CONFIG, _METRICS, _REPORT):
-            if (path / name).exists():
-                raise ConfigError(f"{path} already holds a run ({name}); choose another --run-dir, nothing was changed")
         # "x": of two runs that begin at once in one directory, one is refused.
         try:
             with (path / _CONFIG).open("x", encoding="utf-8") as file:
@@ -35,6 +33,13 @@ class RunDirectory:
         except FileExistsError:
             raise ConfigError(f"{path} is being used by another run; choose another --run-dir") from None
         self._file = (path / _METRICS).open("x", encoding="utf-8", buffering=1)
+
+    @staticmethod
+    def refuse(path: Path) -> None:
+        """Raise a ConfigError where ``path`` holds a run already; change nothing."""
+        for name in (_CONFIG, _METRICS, _REPORT):
+            if (path / name).exists():
+                raise ConfigError(f"{path} already holds a run ({name}); choose another --run-dir, nothing was changed")
 
     def __enter__(self) -> RunDirectory:
         return self

@@ -8,29 +8,46 @@ from typing import TypeVar
 from mpishard.comm.base import Communicator
 from mpishard.errors import ConfigError
 
-__all__ = ["together"]
+__all__ = ["on_rank_zero", "together"]
 
 _RECORD = 2048  # bytes of the message that ranks exchange
 _Result = TypeVar("_Result")
 
 
-def together(comm: Communicator, action: Callable[[], _Result], *, only_rank_zero: bool = False) -> _Result | None:
-    """Run ``action`` on every rank, or on rank 0 alone, and return its result (None where it did not run).
+def together(comm: Communicator, action: Callable[[], _Result]) -> _Result:
+    """Run ``action`` on every rank and return its result. Collective.
 
     Raises:
         ConfigError: on all ranks, with the first failing rank's message, when it raised a ConfigError or an
             OSError on any of them.
     """
-    result, message = None, ""
-    if comm.rank == 0 or not only_rank_zero:
-        try:
-            result = action()
-        except ConfigError as error:
-            message = str(error) or "refused"
-        except OSError as error:
-            message = f"{error.filename}: {error.strerror}; choose a place that can be read and written"
-    records = comm.exchange(message.encode()[:_RECORD].ljust(_RECORD, b"\0"))
-    for record in records:
+    result, message = _attempt(action)
+    _agree(comm, message)
+    assert result is not None
+    return result[0]
+
+
+def on_rank_zero(comm: Communicator, action: Callable[[], _Result]) -> _Result | None:
+    """Run ``action`` on rank 0 alone; return its result there and None on the others. Collective.
+
+    Raises:
+        ConfigError: as in :func:`together`.
+    """
+    result, message = _attempt(action) if comm.rank == 0 else (None, "")
+    _agree(comm, message)
+    return result[0] if result is not None else None
+
+
+def _attempt(action: Callable[[], _Result]) -> tuple[tuple[_Result] | None, str]:
+    try:
+        return (action(),), ""
+    except ConfigError as error:
+        return None, str(error) or "refused"
+    except OSError as error:
+        return None, f"{error.filename}: {error.strerror}; choose a place that can be read and written"
+
+
+def _agree(comm: Communicator, message: str) -> None:
+    for record in comm.exchange(message.encode(errors="replace")[:_RECORD].ljust(_RECORD, b"\0")):
         if text := record.rstrip(b"\0").decode(errors="replace"):
             raise ConfigError(text)
-    return result

@@ -49,6 +49,7 @@ def job(monkeypatch, tmp_path):
     launch.world = job.world
     launch.install_abort_hook = lambda comm: None
     launch.environment_rank = lambda: job.rank
+    launch.environment_size = lambda: None
     loop = types.ModuleType("mpishard.train.loop")
     loop.run = job.run
     monkeypatch.setitem(sys.modules, "mpishard.comm.launch", launch)
@@ -248,12 +249,34 @@ def test_an_interrupt_is_exit_code_130(call, job, monkeypatch):
     assert call("train")[0] == 130
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_mistake_under_mpiexec_starts_no_mpi(rank):
-    done = fresh("-m", "mpishard", "train", "--set", "train.steps=x", PMI_RANK=rank, PMI_SIZE="2")
+def mpiexec(*arguments):
+    """Two ranks of this interpreter under its environment's own launcher."""
+    launcher = Path(sys.executable).with_name("mpiexec")
+    if not launcher.exists():
+        pytest.skip("no mpiexec beside the interpreter: the MPI is the system's")
+    command = [launcher, "-n", "2", sys.executable, *arguments]
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_mistake_under_mpiexec_is_told_once_and_ends_all_ranks():
+    done = mpiexec("-m", "mpishard", "train", "--set", "train.steps=x")
     assert done.returncode == 2
-    line = 'mpishard: train.steps is "x" in --set; it must be a whole number, at least 1\n'
-    assert done.stderr == (line if rank == "0" else "")
+    assert done.stderr.count("mpishard: train.steps is") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
+    (tmp_path / "0.toml").write_text("[model]\nlayers = 1\n")
+    code = (
+        "from mpishard.cli import main\n"
+        "from mpishard.comm.launch import environment_rank\n"
+        f"main(['train', '--config', f'{tmp_path}/{{environment_rank()}}.toml'])"
+    )
+    done = mpiexec("-c", code)
+    assert done.returncode == 2
+    assert done.stderr.count("1.toml: cannot be read") == 1
 
 
 # --- the run directory of several ranks

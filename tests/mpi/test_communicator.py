@@ -37,14 +37,14 @@ def test_contract(comm: Communicator, name: str) -> None:
 
 
 def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:
-    gather = suite.Gather(comm, 40_000, DTYPES["float64"])
+    gather = suite.Gather(comm, 10_000, DTYPES["float64"])
     gather.fill(0)
     comm.barrier()
     if comm.rank == 0:
-        time.sleep(0.3)
+        time.sleep(0.5)
     begin = time.perf_counter()
     work = gather.collective.start()
-    assert time.perf_counter() - begin < 0.2
+    assert time.perf_counter() - begin < 0.3
     work.wait_inputs()
     gather.check(0)
 

@@ -20,7 +20,7 @@ from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 
-SMALL = Gpt2(layers=3, width=15, heads=3, sequence=7, vocabulary=29, dropout=0.1, attention_block=4, head_chunk=5)
+SMALL = Gpt2(layers=4, width=15, heads=3, sequence=7, vocabulary=29, dropout=0.1, attention_block=5, head_chunk=3)
 #: small enough that the norm is above it in some steps and below it in others
 LIMIT = 1.0
 MICROS = 12
@@ -32,7 +32,7 @@ class Job:
     """One training job: all that decides its bits, and what must not decide them (``settings``, ``poison``)."""
 
     sizes: Gpt2 = SMALL
-    micro_batch: int = 3
+    micro_batch: int = 2
     micros: int = MICROS
     seed: int = 5
     lr: float = 0.01

@@ -18,7 +18,7 @@ KEYS = {
     "data": "train heldout epochs",
     "optim": "lr lr_min warmup beta1 beta2 eps decay clip",
     "shard": "strategy prefetch recompute",
-    "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every",
+    "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
     "comm": "transport",
     "debug": "poison",
 }
