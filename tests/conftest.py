@@ -8,24 +8,23 @@
   is a failure on every rank, and rank 0 prints the report of the first rank that failed, so ``-x`` works.
 - A rank that failed waits GRACE seconds for that. If the others do not come, they wait for it in a collective: it
   prints its report, writes its JUnit file and aborts the launch.
-- A test that has not ended after LIMIT seconds hangs: every rank prints its stacks, then the launch is aborted.
+- A test that has not ended after LIMIT seconds hangs: every rank prints its stacks, then the launch is aborted. The
+  same holds for the collection and for the process's end.
 
 What is printed on the way to an abort starts with ``[ranks]``; scripts/lib/summary.py looks for that.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import io
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from array import array
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,14 +75,13 @@ class Ranks:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.config = config
         self.stderr = os.dup(2)  # pytest captures the one that tests write to
-        # A launcher ends ranks with SIGTERM, at a time limit and at an abort: print where each of them stands.
-        faulthandler.register(signal.SIGTERM, self.stderr, chain=True)
         self.failures: list[str] = []  # of this rank, in the test that runs
         self.waits = False  # for the other ranks, at the end of the test
         if config.option.xmlpath:
             path = Path(config.option.xmlpath)
             config.option.xmlpath = str(path.with_suffix(f".rank{self.rank}{path.suffix}"))
         self.watchdog = Watchdog(self.stop_hanging)
+        self.watchdog.start("the collection of the tests", LIMIT)
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -99,6 +97,7 @@ class Ranks:
         names = "\n".join(item.nodeid for item in session.items)
         found = (hashlib.sha256(names.encode()).hexdigest(), len(session.items), "\n".join(self.failures))
         others = self.comm.allgather(found)
+        self.watchdog.stop()
         self.failures.clear()
         for rank, (names_found, count, errors) in enumerate(others):
             if names_found != others[0][0]:
@@ -111,7 +110,7 @@ class Ranks:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.failures.clear()
-        self.watchdog.start(item, SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT)
+        self.watchdog.start(item.nodeid, SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT, item)
         try:
             return (yield)
         finally:
@@ -140,7 +139,7 @@ class Ranks:
         self.abort(f"pytest itself failed\n{excrepr}")
 
     def pytest_unconfigure(self) -> None:
-        self.watchdog.stop()
+        self.watchdog.start("the process after its tests", LIMIT)
 
     def agree(self, item: pytest.Item) -> dict[int, str]:
         """Return the reports of the ranks where the test failed, by rank, once every rank has ended it."""
@@ -161,17 +160,17 @@ class Ranks:
         reports = self.comm.allgather("\n".join(self.failures))
         return {rank: report for rank, report in enumerate(reports) if flags[rank]}
 
-    def stop_hanging(self, item: pytest.Item, seconds: float) -> None:
+    def stop_hanging(self, what: str, seconds: float, item: pytest.Item | None) -> None:
         """Print where this rank stands, leave the other ranks time to do so, and abort; runs in the watchdog."""
-        state = "has ended it and waits for the others" if self.waits else "is still in it"
-        text = f"{item.nodeid} has not ended after {seconds:g} s; this rank {state}\n{stacks()}"
+        state = "this rank has ended it and waits for the others" if self.waits else "this rank is still in it"
+        text = f"{what} has not ended after {seconds:g} s; {state}\n{stacks()}"
         time.sleep(0.2 * self.rank)  # one after another, lest the launcher mix their lines
         self.say(text)
         time.sleep(1 + 0.2 * (self.size - self.rank))
-        short = f"[ranks] has not ended after {seconds:g} s; the log shows every rank's stacks"
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", short, "call")
-        if xml := self.config.stash.get(xml_key, None):
-            xml.pytest_runtest_logreport(report)
+        xml = self.config.stash.get(xml_key, None)
+        if xml and item:
+            short = f"[ranks] has not ended after {seconds:g} s; the log shows every rank's stacks"
+            xml.pytest_runtest_logreport(pytest.TestReport(item.nodeid, item.location, {}, "failed", short, "call"))
         self.abort("the launch is aborted")
 
     def say(self, text: str) -> None:
@@ -195,14 +194,15 @@ class ElsewhereError(pytest.fail.Exception):
 
 
 class Watchdog:
-    """Calls ``on_hang(item, seconds)`` in a thread of its own where an item is not stopped in time."""
+    """Calls ``on_hang(what, seconds, item)`` in a thread of its own where ``what`` is not stopped in time."""
 
-    def __init__(self, on_hang: Any) -> None:
+    def __init__(self, on_hang: Callable[[str, float, pytest.Item | None], None]) -> None:
         self.on_hang = on_hang
         self.timer: threading.Timer | None = None
 
-    def start(self, item: pytest.Item, seconds: float) -> None:
-        self.timer = threading.Timer(seconds, self.on_hang, (item, seconds))
+    def start(self, what: str, seconds: float, item: pytest.Item | None = None) -> None:
+        self.stop()
+        self.timer = threading.Timer(seconds, self.on_hang, (what, seconds, item))
         self.timer.daemon = True
         self.timer.start()
 

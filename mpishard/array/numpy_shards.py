@@ -89,7 +89,8 @@ class NumpyShardOps(NumpyTiles):
 
     def _fingerprint(self, x: Array, draw: Draw) -> int:
         # Each element's bits, plus one, times an odd number mixed from its place (the finaliser of
-        # SplitMix64, Steele et al. 2014), added up modulo 2**64.
+        # SplitMix64, Steele et al. 2014), added up modulo 2**64. In 64-bit elements the high half is mixed
+        # into the low one first: else the top bit, a sign, would weigh 2**63 at every place and cancel.
         words = {8: np.uint64, 4: np.uint32, 2: np.uint16}[x.dtype.itemsize]
         total = 0
         for tile in self._tiles(x.size, TILE // 2):
@@ -105,6 +106,9 @@ class NumpyShardOps(NumpyTiles):
                 np.multiply(weight, np.uint64(factor), out=weight)
             np.bitwise_or(weight, np.uint64(1), out=weight)
             np.copyto(bits, x[tile].view(words))
+            if words is np.uint64:
+                np.right_shift(bits, np.uint64(32), out=shifted)
+                np.bitwise_xor(bits, shifted, out=bits)
             np.add(bits, np.uint64(1), out=bits)
             np.multiply(bits, weight, out=bits)
             total += int(np.add.reduce(bits))

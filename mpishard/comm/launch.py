@@ -85,8 +85,8 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
     if found == 1 and ((size or 1) > 1 or (rank or 0) > 0):
         library = MPI.get_vendor()[0]
         raise ConfigError(
-            f"the world of {library} holds 1 process and the launcher started {size or 'several'}, so that is another "
-            f"MPI's; use the mpiexec of {library}, or srun with --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
+            f"the world of {library} holds 1 process and the launcher started {size or 'several'}, so the launcher is "
+            f"another MPI's; use the mpiexec of {library}, or srun with --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
         )
     if found == 1 and transport == "auto":
         return LocalCommunicator(ops)

@@ -76,7 +76,7 @@ def read_report(launch: Launch, path: Path) -> bool:
 
 def read_launch(folder: Path, filtered: bool) -> Launch:
     """Read one launch's folder."""
-    log = (folder / "log").read_text(errors="replace")
+    log = (folder / "log").read_text(errors="replace").replace("\0", "")
     launch = Launch(folder.name, int((folder / "seconds").read_text()), log)
     status = int((folder / "status").read_text())
     expected = (folder / "expected").read_text().split()

@@ -105,8 +105,9 @@ def test_reserved_memory_is_counted_by_category():
     memory.saved.push((3,), F32)
     held = memory.held()
     assert held["parameters"] == 7 * 4 + 3 * 8
-    assert held["saved"] == 64
-    assert held["workspace"] == NumpyOps.own_bytes == SCRATCH
+    assert held["saved"] == 1024
+    assert held["workspace"] == 1024 + NumpyOps.own_bytes
+    assert NumpyOps.own_bytes == SCRATCH
     assert held["gradients"] == 0
     with pytest.raises(KeyError):
         memory.reserve("elsewhere", 1, F32)

@@ -15,15 +15,16 @@ def numbers(n, kind="float32"):
 
 
 def plain(x, draw):
-    """Sum of (bits + 1) times an odd weight: the finaliser of SplitMix64 of the place."""
+    """Sum of (bits, high half mixed into the low one, + 1) times an odd weight: SplitMix64's finaliser of the place."""
     words = x.view({2: np.uint16, 4: np.uint32, 8: np.uint64}[x.itemsize]).tolist()
     total = 0
     for i, bits in enumerate(words):
+        mixed = bits ^ bits >> 32
         z = ((draw.first + i) * 0x9E3779B97F4A7C15 + draw.stream) & MASK
         z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & MASK
         z = ((z ^ z >> 27) * 0x94D049BB133111EB) & MASK
         z = (z ^ z >> 31) | 1
-        total += (bits + 1) * z
+        total += (mixed + 1) * z
     return total & MASK
 
 
@@ -61,6 +62,14 @@ def test_one_bit_one_swap_one_place_and_one_name_show(kind):
         other[[a, b]] = other[[b, a]]
         seen.add(ops.fingerprint(other, DRAW))
     assert len(seen) == 3 + 3 * bits + 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_signs_and_all_signs_show(kind):
+    ops, x = NumpyOps(), numbers(100, kind)
+    two = x.copy()
+    two[[4, 77]] *= -1
+    assert len({ops.fingerprint(y, DRAW) for y in (x, -x, two, -two)}) == 4
 
 
 def test_zeros_and_their_number_show():

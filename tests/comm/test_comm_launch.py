@@ -97,7 +97,7 @@ def test_another_mpis_launcher_is_refused(
 ) -> None:
     set_all(monkeypatch, environment)
     fake_mpi(monkeypatch, 1)
-    with pytest.raises(ConfigError, match="Some MPI holds 1 process .*use the mpiexec of Some MPI") as caught:
+    with pytest.raises(ConfigError, match=r"Some MPI holds 1 process .*use the mpiexec of Some MPI") as caught:
         world(NumpyOps(), transport)
     assert "\n" not in str(caught.value)
 

@@ -50,7 +50,7 @@ def same(found: Array, expected: Array, what: str) -> None:
 def ordered(fulls: list[Array], start: int, count: int, before: Array | None) -> Array:
     """The oracle: the ranks' blocks, one after another, in fp32 (fp64 for fp64)."""
     wide = [full[start : start + count].astype(accumulator(full.dtype)) for full in fulls]
-    total = wide.pop(0).copy() if before is None else before.copy()
+    total: Array = wide.pop(0).copy() if before is None else before.copy()
     for part in wide:
         total = total + part
     return total
@@ -251,7 +251,7 @@ def check_several_in_flight(comm: Communicator) -> None:
     """Waited for in every order, and in another one on odd ranks."""
     gather, reduce = pair(comm)
     third = Gather(comm, 17, DTYPES["uint16"], in_place=True, seed=3)
-    flights = [gather, reduce, third]
+    flights: list[Gather | Reduce] = [gather, reduce, third]
     for round_, order in enumerate(itertools.permutations(range(3))):
         for flight in flights:
             flight.fill(round_)
@@ -267,8 +267,9 @@ def check_several_in_flight(comm: Communicator) -> None:
 def check_input_is_free_only_after_wait_inputs(comm: Communicator) -> None:
     """Each rank in turn is late to read; the others overwrite their inputs as early as they may."""
     gather, reduce = pair(comm)
+    flights: tuple[Gather | Reduce, ...] = (gather, reduce)
     for late in range(comm.size):
-        for flight in (gather, reduce):
+        for flight in flights:
             flight.fill(late)
             comm.barrier()
             work = flight.collective.start()

@@ -3,6 +3,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,40 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 @pytest.mark.parametrize("name", suite.CHECKS)
 def test_contract(comm: Communicator, name: str) -> None:
     suite.CHECKS[name](comm)
+
+
+class Recorder:
+    """Stands before an mpi4py communicator and notes calls with the bytes that each hands over."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.calls = comm, {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls[name] = max(arg[0].nbytes for arg in args if isinstance(arg, list))
+            return getattr(self.comm, name)(*args)
+
+        return call
+
+
+def test_calls_above_the_limit_go_in_slices_from_point_to_point(comm: Communicator) -> None:
+    real, limit = comm._mpi, comm.chunk_bytes  # type: ignore[attr-defined]
+    recorder = comm._mpi = Recorder(real)  # type: ignore[attr-defined]
+    try:
+        suite.pair(comm)[0].collective.start().wait_inputs()
+        suite.pair(comm)[1].collective.start().wait_inputs()
+        comm.broadcast(np.zeros(301, np.float32))
+    finally:
+        comm._mpi = real  # type: ignore[attr-defined]
+    del recorder.calls["Iallgather" if limit == 96 else "Ibcast"]  # of what the bindings exchange
+    calls = set(recorder.calls)
+    if comm.size == 1:
+        assert calls <= {"Ibcast", "Iallgather"}
+    elif limit == 96:
+        assert calls == {"Isend", "Irecv", "Ibcast"}
+        assert max(recorder.calls.values()) <= 96
+    else:
+        assert calls == {"Iallgather", "Ialltoall"}
 
 
 def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:
@@ -148,9 +183,9 @@ def test_an_intercommunicator_is_refused() -> None:
         pytest.skip("one rank makes no intercommunicator")
     rank = MPI.COMM_WORLD.Get_rank()
     half = MPI.COMM_WORLD.Split(min(rank, 1), rank)
-    both = half.Create_intercomm(0, MPI.COMM_WORLD, 1 if rank == 0 else 0)
+    both = half.Create_intercomm(0, MPI.COMM_WORLD, 1 if rank == 0 else 0)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="intercommunicator"):
-        MpiCommunicator(both, NumpyOps())  # type: ignore[arg-type]
+        MpiCommunicator(both, NumpyOps())
     both.Free()
     half.Free()
 

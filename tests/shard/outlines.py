@@ -31,13 +31,19 @@ def untied(blocks: int) -> Outline:
 
 
 def two_units(blocks: int) -> Outline:
-    """Every inner stage also reads a streamed unit that all of them share."""
-    names = [f"h.{i}" for i in range(blocks)]
+    """Every inner stage, of which there is one at least, also reads a streamed unit that all of them share."""
+    names = [f"h.{i}" for i in range(max(1, blocks))]
     return Outline(
-        (UnitOutline("shared", False, W), *(UnitOutline(name, False, B) for name in names), UnitOutline("out", False, W)),
+        (
+            UnitOutline("shared", False, ("table",)),
+            *(UnitOutline(name, False, B) for name in names),
+            UnitOutline("out", False, W),
+        ),
         (
             *(
-                StageOutline(name, ("shared", name), ("shared", name), (("shared", "weight"), (name, "weight"), (name, "bias")))
+                StageOutline(
+                    name, ("shared", name), ("shared", name), (("shared", "table"), (name, "weight"), (name, "bias"))
+                )
                 for name in names
             ),
             StageOutline("head", ("out",), ("out",), (("out", "weight"),)),
