@@ -1,0 +1,1 @@
+"""Arrays: operations, backends, memory, element types, random numbers."""

@@ -112,7 +112,7 @@ class Arena:
         self._held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._held["workspace"] = ops.own_bytes
         self._planning = peaks is None
-        sizes = peaks or dict.fromkeys(STACKS, _UNPLANNED)
+        sizes = dict.fromkeys(STACKS, _UNPLANNED) if peaks is None else peaks
         self._stacks = {
             name: Stack(name, ops.empty(sizes[name], _BYTES), ops, poison) for name in STACKS
         }

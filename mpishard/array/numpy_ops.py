@@ -219,9 +219,10 @@ class NumpyOps(NumpyShardOps):
     def _embedding_backward(self, tokens: Array, dy: Array, dtable: Array, add: bool) -> None:
         if not add:
             dtable.fill(0.0)
-        for row, token in zip(dy, tokens.tolist(), strict=True):
-            target = dtable[token]
-            np.add(target, row, out=target)
+        for rows in self._tiles(tokens.size, 1024):
+            for row, token in zip(dy[rows], tokens[rows].tolist(), strict=True):
+                target = dtable[token]
+                np.add(target, row, out=target)
 
     # --- attention
 

@@ -60,6 +60,11 @@ def _misfit(operation: str, expected: str, **arrays: Array | None) -> NoReturn:
     raise ShapeError(f"{operation} was given {found}; it takes {expected}")
 
 
+def _contiguous(*arrays: Array) -> bool:
+    """Whether all can be worked on as flat views; a reshape of any other would be a copy, and what is written, lost."""
+    return all(array.flags.c_contiguous for array in arrays)
+
+
 class Ops(ABC):
     """One backend's operations. See the module's notes."""
 
@@ -135,15 +140,15 @@ class Ops(ABC):
 
     def gelu(self, x: Array, y: Array, tanh: bool = True) -> None:
         """GELU (Hendrycks & Gimpel 2016, section 2): the tanh form, or with the error function."""
-        if x.shape != y.shape:
-            _misfit("gelu", "equal shapes", x=x, y=y)
+        if x.shape != y.shape or not _contiguous(x, y):
+            _misfit("gelu", "equal shapes, contiguous", x=x, y=y)
         self._note("gelu", 10.0 * x.size, x.nbytes + y.nbytes)
         self._gelu(x, y, tanh)
 
     def gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool = True) -> None:
         """``dx = dy * gelu'(x)``; dx may be dy."""
-        if x.shape != dy.shape or x.shape != dx.shape:
-            _misfit("gelu_backward", "equal shapes", x=x, dy=dy, dx=dx)
+        if x.shape != dy.shape or x.shape != dx.shape or not _contiguous(x, dy, dx):
+            _misfit("gelu_backward", "equal shapes, contiguous", x=x, dy=dy, dx=dx)
         self._note("gelu_backward", 16.0 * x.size, x.nbytes + dy.nbytes + dx.nbytes)
         self._gelu_backward(x, dy, dx, tanh)
 
@@ -152,8 +157,8 @@ class Ops(ABC):
 
         Forward and backward are the same call: the mask is drawn again, not stored.
         """
-        if x.shape != y.shape or not 0.0 <= rate < 1.0:
-            _misfit("dropout", "equal shapes and 0 <= rate < 1", x=x, y=y)
+        if x.shape != y.shape or not 0.0 <= rate < 1.0 or not _contiguous(x, y):
+            _misfit("dropout", "equal shapes, contiguous, and 0 <= rate < 1", x=x, y=y)
         self._note("dropout", 3.0 * x.size, x.nbytes + y.nbytes)
         self._dropout(x, y, rate, draw)
 
@@ -235,7 +240,8 @@ class Ops(ABC):
         else by values that mean nothing. Stable for logits of any finite size.
         """
         if logits_.ndim != 2 or not targets.shape == losses.shape == logits_.shape[:1]:
-            _misfit("cross_entropy", "logits (N, V), targets, losses (N,)", logits=logits_, targets=targets, losses=losses)
+            expected = "logits (N, V), targets, losses (N,)"
+            _misfit("cross_entropy", expected, logits=logits_, targets=targets, losses=losses)
         self._note("cross_entropy", 5.0 * logits_.size, 2 * logits_.nbytes)
         self._cross_entropy(logits_, targets, losses, scale, gradient)
 

@@ -30,7 +30,7 @@ def _mapping() -> Array:
     while True:
         try:
             return np.frombuffer(mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # noqa: PERF203
             size //= 4
             if size < 1 << 32:
                 raise

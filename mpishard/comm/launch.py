@@ -69,6 +69,11 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
     if transport not in ("auto", "local", "mpi"):
         raise ConfigError(f"transport {transport!r} is not known; choose one of auto, local, mpi")
     size, rank = environment_size(), environment_rank()
+    if transport == "local" and ((size or 1) > 1 or (rank or 0) > 0):
+        raise ConfigError(
+            f"the launcher started {size or 'several'} processes and transport 'local' is one rank alone; "
+            "use transport 'mpi' or 'auto', or start one process"
+        )
     if transport == "local" or (transport == "auto" and size == 1):
         return LocalCommunicator(ops)
     launched = size is not None or rank is not None
@@ -86,7 +91,7 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
         library = MPI.get_vendor()[0]
         raise ConfigError(
             f"the world of {library} holds 1 process and the launcher started {size or 'several'}, so the launcher is "
-            f"another MPI's; use the mpiexec of {library}, or srun with --mpi=pmi2 for MPICH and --mpi=pmix for Open MPI"
+            f"another MPI's; use the mpiexec of {library}, or srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
         )
     if found == 1 and transport == "auto":
         return LocalCommunicator(ops)

@@ -1,10 +1,8 @@
 """Ranks as MPI processes with arrays in host memory.
 
 [Note: who calls MPI]
-MPI moves data only while it is called, so a thread of ours, the *pump*, makes every MPI call after construction
-(that needs MPI_THREAD_SERIALIZED, not MULTIPLE). It posts *flights* in order, tests them and sleeps between tests;
-while a rank stands still for one it tests more eagerly. With nothing in flight it is asleep, so calls that the
-program makes between steps never meet ours. Where MPI grants less, ``start()`` posts and ``wait()`` tests.
+The pump (:mod:`mpishard.comm.pump`) makes every MPI call after construction: in a thread of ours where MPI grants
+MPI_THREAD_SERIALIZED; else ``start()`` posts and ``wait()`` tests.
 
 [Note: buffer lifetimes]
 MPI reads the input, and writes ``out`` or the scratch, from ``start()`` to ``wait()``. A send is complete when
@@ -19,11 +17,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -31,177 +26,24 @@ from mpi4py import MPI
 from mpishard.array.dtypes import Array
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
-from mpishard.errors import CommError, ConfigError
+from mpishard.comm.pump import Flight, Post, Pump
+from mpishard.errors import ConfigError
 
 __all__ = ["CHUNK_BYTES", "MpiCommunicator"]
-
-T = TypeVar("T")
-Post = Callable[[], list[MPI.Request]]
 
 #: Above this many bytes from one rank to another, a collective goes as slices from point to point. Counts of
 #: one call stay below 2**31, which is all that Open MPI 5 can take.
 CHUNK_BYTES = 256 * 2**20
 
-#: Seconds between tests while nobody stands still: often enough to keep a network busy, seldom enough to
-#: leave the core to the computation.
-_IDLE = 2e-4
-#: While somebody stands still: tests in a row, then seconds between tests, which grow up to _IDLE.
-_SPINS = 100
-_EAGER = 2e-5
 #: MPI promises tags up to 32767.
 _TAGS = 2**15
-#: Seconds that an abort waits for the pump to come free.
-_ABORT = 1.0
-
 _WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
-
-
-class _Flight:
-    """One thing that the pump does: posted once, then tested until its requests are complete."""
-
-    def __init__(self, name: str, post: Post) -> None:
-        self.name, self.post = name, post
-        self.requests: list[MPI.Request] = []
-        self.awaited = False
-        self.done = threading.Event()
-        self.arrived = 0.0
-        self.error: BaseException | None = None
-
-    def test(self) -> bool:
-        """Return whether the flight is over."""
-        try:
-            if MPI.Request.Testall(self.requests):
-                self.end()
-        except BaseException as error:
-            self.end(error)
-        return self.done.is_set()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Let go of the buffers and wake who waits."""
-        self.error = error
-        self.requests = []
-        self.arrived = time.perf_counter()
-        self.done.set()
-
-
-class _Pump:
-    """Posts and tests flights for a communicator and those split from it, in a thread or in the caller."""
-
-    def __init__(self, threaded: bool) -> None:
-        self.users = 1
-        self._flights: list[_Flight] = []
-        # Not a queue.SimpleQueue: in CPython 3.11 its get() can sleep for ever if its timeout is tiny.
-        self._inbox: deque[_Flight] = deque()
-        self._bell = threading.Event()
-        self._open = True
-        self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._loop, name="mpishard communication", daemon=True)
-            self._thread.start()
-
-    def submit(self, flight: _Flight) -> None:
-        """Post a flight, after all that were submitted before it."""
-        if not self._open:
-            raise CommError(f"{flight.name}: the communicator is closed")
-        if self._thread is None:
-            self._post(flight)
-            self._test()
-        else:
-            self._inbox.append(flight)
-            self._bell.set()
-
-    def finish(self, flight: _Flight) -> None:
-        """Block until a submitted flight is over."""
-        flight.awaited = True
-        if self._thread is not None and not flight.done.is_set():
-            self._bell.set()  # the pump may sleep between two tests
-            flight.done.wait()
-        tests = 0
-        while not flight.done.is_set():
-            tests = 0 if self._test() else tests + 1
-            if pause := _pause(tests):
-                time.sleep(pause)
-        if flight.error is not None:
-            raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
-
-    def do(self, name: str, post: Post) -> None:
-        """Submit a flight and wait for it."""
-        flight = _Flight(name, post)
-        self.submit(flight)
-        self.finish(flight)
-
-    def call(self, name: str, function: Callable[[], T]) -> T:
-        """Make a blocking MPI call where MPI calls are made."""
-        results: list[T] = []
-
-        def post() -> list[MPI.Request]:
-            results.append(function())
-            return []
-
-        self.do(name, post)
-        return results[0]
-
-    def attempt(self, function: Callable[[], None]) -> None:
-        """Make a call that does not return; give up when the pump is held by another call."""
-        if self._thread is None:
-            if threading.current_thread() is threading.main_thread():
-                function()
-        elif self._open:
-            threading.Thread(target=self.call, args=("abort", function), daemon=True).start()
-            time.sleep(_ABORT)
-
-    def leave(self) -> None:
-        """One communicator less; the last one ends the thread."""
-        self.users -= 1
-        if self.users == 0:
-            self._open = False
-            if self._thread is not None:
-                self._bell.set()
-                self._thread.join()
-
-    def _loop(self) -> None:
-        tests = 0
-        while self._open:
-            if not self._flights:
-                self._bell.wait()
-            elif not any(flight.awaited for flight in self._flights):
-                self._bell.wait(_IDLE)
-            elif pause := _pause(tests):
-                self._bell.wait(pause)
-            if self._bell.is_set():
-                self._bell.clear()  # before the inbox is emptied, so that no ring is lost
-                tests = 0
-            while self._inbox:
-                self._post(self._inbox.popleft())
-            tests = 0 if self._test() else tests + 1
-
-    def _post(self, flight: _Flight) -> None:
-        try:
-            flight.requests = flight.post()
-        except BaseException as error:
-            flight.end(error)
-        else:
-            self._flights.append(flight)
-
-    def _test(self) -> bool:
-        """Test all flights once; return whether one ended."""
-        before = len(self._flights)
-        self._flights = [flight for flight in self._flights if not flight.test()]
-        return len(self._flights) < before
-
-
-def _pause(tests: int) -> float:
-    """Seconds to sleep after so many tests in vain, for somebody who stands still."""
-    if tests > _SPINS:
-        return min(_IDLE, _EAGER + 1e-6 * (tests - _SPINS))
-    os.sched_yield()  # ranks may outnumber cores, and the peer that is awaited may need this one
-    return 0.0
 
 
 class _MpiWork(Work):
     """A flight, and what the caller's thread does when it has landed."""
 
-    def __init__(self, tally: Tally, pump: _Pump, flight: _Flight, then: Callable[[], None]) -> None:
+    def __init__(self, tally: Tally, pump: Pump, flight: Flight, then: Callable[[], None]) -> None:
         super().__init__(tally)
         self._pump, self._flight, self._then = pump, flight, then
         pump.submit(flight)
@@ -218,12 +60,12 @@ class _MpiWork(Work):
 class _MpiCollective(Collective):
     """A flight that can be repeated; ``then(add)`` makes ``out`` of what arrived."""
 
-    def __init__(self, tally: Tally, nbytes: int, pump: _Pump, name: str, post: Post, then: Callable[[bool], None]):
+    def __init__(self, tally: Tally, nbytes: int, pump: Pump, name: str, post: Post, then: Callable[[bool], None]):
         super().__init__(tally, nbytes)
         self._pump, self._name, self._post, self._then = pump, name, post, then
 
     def _launch(self, add: bool) -> Work:
-        return _MpiWork(self._tally, self._pump, _Flight(self._name, self._post), lambda: self._then(add))
+        return _MpiWork(self._tally, self._pump, Flight(self._name, self._post), lambda: self._then(add))
 
 
 class MpiCommunicator(Communicator):
@@ -256,9 +98,9 @@ class MpiCommunicator(Communicator):
                 "set MPI4PY_RC_THREAD_LEVEL=serialized, or pass threaded=False"
             )
         own = comm.Dup()
-        self._set_up(own, _node(own), ops, _Pump(allowed if threaded is None else threaded), chunk_bytes)
+        self._set_up(own, _node(own), ops, Pump(allowed if threaded is None else threaded), chunk_bytes)
 
-    def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: _Pump, chunk_bytes: int) -> None:
+    def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: Pump, chunk_bytes: int) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
         self._tag, self._closed = 0, False

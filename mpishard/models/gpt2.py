@@ -27,7 +27,7 @@ class Gpt2:
         vocabulary: number of token values.
         dropout: rate on the embedding and on both branches of each block.
         gelu_tanh: GELU's tanh form (the public checkpoints' ``gelu_new``), else exact.
-        attention_block: query rows that attention works at once, 0 for all.
+        attention_block: query rows that attention works at once, at most half of a sequence; 0 for all of it.
         head_chunk: tokens whose logits exist at once.
         std: deviation of initial weights; branches' last matrices take ``std / sqrt(2 * layers)``.
     """
@@ -60,7 +60,7 @@ def gpt2(sizes: Gpt2) -> Model:
         sizes.heads,
         dropout=sizes.dropout,
         tanh=sizes.gelu_tanh,
-        attention_block=min(sizes.attention_block, sizes.sequence),
+        attention_block=sizes.attention_block,
         std=sizes.std,
         std_out=sizes.std / math.sqrt(2 * max(1, sizes.layers)),
     )

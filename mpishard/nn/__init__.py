@@ -1,0 +1,1 @@
+"""Layers with hand-written backward passes, and models as data."""

@@ -24,7 +24,7 @@ class CausalSelfAttention(Layer):
     """x (B, T, C) -> y (B, T, C); parameters ``name.c_attn`` (C, 3C: q, k, v) and ``name.c_proj`` (C, C).
 
     Args:
-        block: query rows worked at once; 0 takes all T.
+        block: query rows worked at once, at most half of T; 0 takes all T.
         std, std_out: deviations of the initial weights of c_attn and c_proj.
     """
 
@@ -46,8 +46,11 @@ class CausalSelfAttention(Layer):
         split = x.reshape(batch, length, parts, self.heads, -1)
         return [[split[b, :, p].swapaxes(0, 1) for p in range(parts)] for b in range(batch)]
 
+    def _rows(self, length: int) -> int:
+        return min(self.block, -(-length // 2)) if self.block else length
+
     def _blocks(self, length: int) -> list[tuple[int, int]]:
-        rows = self.block or length
+        rows = self._rows(length)
         return [(start, min(start + rows, length)) for start in range(0, length, rows)]
 
     def forward(self, ops: Ops, ctx: Context, params: Params, x: Array, y: Array) -> Saved:
@@ -59,7 +62,7 @@ class CausalSelfAttention(Layer):
         self.c_attn.forward(ops, ctx, params, x, qkv)
         blocks = self._blocks(length)
         with ctx.frame():
-            room = ctx.scratch((self.heads * (self.block or length) * length,))
+            room = ctx.scratch((self.heads * self._rows(length) * length,))
             for (q, k, v), (o,), log in zip(self._heads(qkv, 3), self._heads(heads, 1), lse):
                 for first, last in blocks:
                     p = self._scores(ops, q, k, first, last, room)
@@ -86,7 +89,7 @@ class CausalSelfAttention(Layer):
             dheads = ctx.scratch(x.shape)
             dqkv = ctx.scratch(qkv.shape)
             delta = ctx.scratch((batch, length, self.heads))
-            size = self.heads * (self.block or length) * length
+            size = self.heads * self._rows(length) * length
             room, room2 = ctx.scratch((size,)), ctx.scratch((size,))
             self.c_proj.backward(ops, ctx, params, grads, heads, dy, dheads)
             rows = (batch * length, self.heads, -1)

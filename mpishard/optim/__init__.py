@@ -1,0 +1,1 @@
+"""Optimisers on flat shards, and the learning rate."""

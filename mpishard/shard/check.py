@@ -71,6 +71,7 @@ class _Checker:
         #: the newest activation or gradient: what made it, its stage and micro-batch; None between micro-batches
         self.newest: tuple[str, str, int] | None = None
         self.kept: set[tuple[str, int]] = set()
+        self.micros = 0
         self.at = ""
 
     def fail(self, message: str) -> None:
@@ -91,7 +92,7 @@ class _Checker:
     def compute(self, step: Forward | Recompute | Loss | Backward | Evaluate | Predict) -> None:
         for unit in reads(self.outline, step):
             if self.values[unit] is not Values.GATHERED:
-                self.fail(f"it reads unit {unit}, which is {self.values[unit].value}; a Gather and an Await come before")
+                self.fail(f"it reads unit {unit}, which is {self.values[unit].value}; Gather and Await come before")
         done = self.done.setdefault((step.stage, step.micro), set())
         if type(step) in done:
             self.fail(f"stage {step.stage} did this already for micro-batch {step.micro}")
@@ -114,6 +115,10 @@ class _Checker:
             needed = ("activation", self.stages[place - 1], step.micro)
         if self.newest != needed:
             self.fail(f"it needs {_described(needed)} and finds {_described(self.newest)}")
+        if needed is None:
+            if step.micro != self.micros:
+                self.fail(f"it is the turn of micro-batch {self.micros}; the order of sums is that of micro-batches")
+            self.micros += 1
         if isinstance(step, Evaluate | Predict) or (isinstance(step, Loss | Backward) and place == 0):
             self.newest = None
         elif not isinstance(step, Recompute):
@@ -161,6 +166,8 @@ class _Checker:
             self.fail("reductions are absorbed first in, first out")
 
     def step(self, step: Instruction) -> None:
+        if self.agreed and not isinstance(step, Replicate | Update):
+            self.fail("only Replicate and Update come after Agree")
         if isinstance(step, Gather):
             self.move(step.unit, Values.SHARDED, Values.GATHERING)
         elif isinstance(step, Await):
@@ -188,6 +195,10 @@ class _Checker:
         if not self.agreed:
             self.fail("it must come after Agree")
         if isinstance(step, Replicate):
+            if self.strategy == "full_shard":
+                self.fail("full_shard updates shards, and has nothing to replicate")
+            if step.unit in self.replicated:
+                self.fail(f"unit {step.unit} was replicated already")
             self.replicated.add(step.unit)
             return
         if self.strategy == "no_shard" and step.unit not in self.replicated:
@@ -198,8 +209,10 @@ class _Checker:
             self.fail(f"unit {step.unit} is {self.values[step.unit].value}; peers may still read its shards")
         self.updated.add(step.unit)
 
-    def end(self) -> None:
+    def end(self, micros: int | None) -> None:
         self.settled()
+        if micros is not None and self.micros != micros:
+            self.fail(f"{self.micros} micro-batches were computed, {micros} are due")
         if self.newest is not None:
             self.fail(f"{_described(self.newest)} is left over")
         if self.strategy == "full_shard":
@@ -215,8 +228,11 @@ def _described(flow: tuple[str, str, int] | None) -> str:
     return "no activation or gradient" if flow is None else f"the {flow[0]} of stage {flow[1]}, micro-batch {flow[2]}"
 
 
-def check(outline: Outline, schedule: Sequence[Instruction], strategy: str) -> None:
+def check(outline: Outline, schedule: Sequence[Instruction], strategy: str, micros: int | None = None) -> None:
     """Walk the schedule through the states of its units.
+
+    Args:
+        micros: micro-batches that it must compute; None for any number.
 
     Raises:
         ScheduleError: naming the instruction, its place, the unit and its state.
@@ -226,4 +242,4 @@ def check(outline: Outline, schedule: Sequence[Instruction], strategy: str) -> N
         checker.at = f"instruction {index}, {instruction}"
         checker.step(instruction)
     checker.at = "the end of the step"
-    checker.end()
+    checker.end(micros)

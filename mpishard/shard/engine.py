@@ -101,8 +101,8 @@ class Engine:
             build_forward(self.outline, settings, Evaluate),
             build_forward(self.outline, single, Predict),
         )
-        for one in schedules:
-            check(self.outline, one, settings.strategy)
+        for one, due in zip(schedules, (settings.micros, settings.micros, 1), strict=True):
+            check(self.outline, one, settings.strategy, due)
         sizes = {name: flat.total for name, flat in self.layouts.items()}
         placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
         facts = f"{self.layouts} {global_batch} {micro_batch} {seed} {dtype_name} {settings}"

@@ -16,11 +16,13 @@ __all__ = ["EXACT_BYTES", "ExactSum"]
 
 EXACT_BYTES = 80
 _FRACTION = 298
+#: what is not below this counts as not finite: no sum of squares of fp32 numbers is, and 640 bits hold 2**40 of them
+_LARGEST = 2.0**300
 _PIECE = 4096  # elements whose half mantissas add up in int64, and whose temporaries stay small
 
 
 class ExactSum:
-    """A sum of fp64 numbers; ``finite`` turns False when one was infinite or NaN."""
+    """A sum of fp64 numbers; ``finite`` turns False when one was infinite, NaN or 2**300 and more."""
 
     def __init__(self, units: int = 0, finite: bool = True) -> None:
         self.units = units
@@ -30,17 +32,19 @@ class ExactSum:
         """Add an array of fp64 numbers (count,)."""
         for start in range(0, values.size, _PIECE):
             piece = values[start : start + _PIECE]
-            if not np.isfinite(piece).all():
+            if not (np.abs(piece) < _LARGEST).all():
                 self.finite = False
                 return
             mantissa, exponent = np.frexp(piece)
             whole = (mantissa * 2.0**53).astype(np.int64)
             for e in np.unique(exponent).tolist():
                 same = whole[exponent == e]
+                shift = e - 53 + _FRACTION
+                if shift < 0:  # only fp64 squares are finer than a unit; each is rounded by itself, in any grouping
+                    same, shift = same >> min(-shift, 63), 0
                 # Two halves of 27 and 26 bits: each adds up in int64.
                 total = (int((same >> 27).sum()) << 27) + int((same & 0x7FFFFFF).sum())
-                shift = e - 53 + _FRACTION
-                self.units += total << shift if shift >= 0 else total >> -shift
+                self.units += total << shift
 
     def merge(self, other: ExactSum) -> None:
         """Add another sum."""

@@ -23,13 +23,13 @@ class Spec(Protocol):
     """What a layout needs to know of a parameter."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+    def shape(self) -> tuple[int, ...]: ...
     @property
-    def decay(self) -> bool: ...  # noqa: D102
+    def decay(self) -> bool: ...
     @property
-    def trainable(self) -> bool: ...  # noqa: D102
+    def trainable(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ With ``prefetch = 0`` it is absorbed at once: nothing overlaps and one block's b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -101,7 +102,9 @@ def build_step(outline: Outline, settings: Settings) -> tuple[Instruction, ...]:
     return tuple(steps)
 
 
-def build_forward(outline: Outline, settings: Settings, last: type[Evaluate] | type[Predict]) -> tuple[Instruction, ...]:
+def build_forward(
+    outline: Outline, settings: Settings, last: type[Evaluate] | type[Predict]
+) -> tuple[Instruction, ...]:
     """Return a pass without gradients that ends each micro-batch in ``last``."""
     computes: list[Instruction] = []
     for micro in range(settings.micros):
@@ -173,7 +176,7 @@ def _with_gathers(outline: Outline, steps: list[Instruction], prefetch: int) -> 
     streams = [(i, [u for u in units if u not in kept]) for i, units in readers]
     streams = [(i, units) for i, units in streams if units]
     windows = {i: _window(streams, n, prefetch) for n, (i, _) in enumerate(streams)}
-    following = {i: windows[then] for (i, _), (then, _) in zip(streams, streams[1:], strict=False)}
+    following = {i: windows[then] for (i, _), (then, _) in itertools.pairwise(streams)}
     following |= {i: [] for i, _ in streams[-1:]}
     # A kept unit sets out one reader ahead of its first use, where anything may be in flight ahead.
     order = [i for i, _ in readers]

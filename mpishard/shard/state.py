@@ -117,5 +117,6 @@ def fingerprint(state: State, ops: Ops, names: tuple[str, ...]) -> int:
     for part, piece in own_pieces(state):
         for name in ("param", *names):
             values = part.slice_of(name)[piece.offset : piece.end]
-            total += ops.fingerprint(values, Draw(0, stream(f"{name}:{part.unit.prefix}{piece.slot.name}"), 0, piece.start))
+            label = stream(f"{name}:{part.unit.prefix}{piece.slot.name}")
+            total += ops.fingerprint(values, Draw(0, label, 0, piece.start))
     return total % 2**64

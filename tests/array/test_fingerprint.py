@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -43,14 +45,18 @@ def test_parts_add_up(kind):
     assert 0 <= whole < 2**64
     for cuts in ((1,), (7, 500), (TILE // 2, TILE), (0, TILE - 1, TILE, TILE + 1)):
         borders = [0, *cuts, x.size]
-        parts = [ops.fingerprint(x[a:b], DRAW._replace(first=a)) for a, b in zip(borders, borders[1:])]
+        parts = [ops.fingerprint(x[a:b], DRAW._replace(first=a)) for a, b in pairwise(borders)]
         assert sum(parts) % 2**64 == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_bit_one_swap_one_place_and_one_name_show(kind):
     ops, x = NumpyOps(), numbers(100, kind)
-    seen = {ops.fingerprint(x, DRAW), ops.fingerprint(x, DRAW._replace(first=1)), ops.fingerprint(x, DRAW._replace(stream=1))}
+    seen = {
+        ops.fingerprint(x, DRAW),
+        ops.fingerprint(x, DRAW._replace(first=1)),
+        ops.fingerprint(x, DRAW._replace(stream=1)),
+    }
     bits = x.itemsize * 8
     for place in (0, 57, 99):
         for bit in range(bits):

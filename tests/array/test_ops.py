@@ -5,7 +5,8 @@ import inspect
 
 import numpy as np
 import pytest
-from op_cases import CASES, Case
+from op_case import Case
+from op_cases import CASES
 
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
@@ -106,7 +107,9 @@ def test_shapes_take_the_same_arguments_and_note_a_cost(case: Case):
             return ops.empty(value.size, value.dtype).reshape(value.shape)
         return [shape(item) for item in value] if isinstance(value, list) else value
 
-    arguments = {name: shape(value) for name, value in case.make(np.random.default_rng(1), np.dtype(np.float32)).items()}
+    arguments = {
+        name: shape(value) for name, value in case.make(np.random.default_rng(1), np.dtype(np.float32)).items()
+    }
     getattr(ops, case.op)(**arguments)
     if case.op == "fingerprint":
         return

@@ -25,7 +25,11 @@ LN = r"layernorm was given .* it takes "
 LNB = r"layernorm_backward was given .* it takes "
 BAD = [
     ("copy", (a(2), a(3)), r"copy was given x \(2,\), out \(3,\); it takes equal shapes"),
-    ("matmul", (a(2, 3), a(4, 5), a(2, 5)), r"matmul was given a \(2, 3\), b \(4, 5\), out \(2, 5\); it takes a \(\.\.\., N, K\)"),
+    (
+        "matmul",
+        (a(2, 3), a(4, 5), a(2, 5)),
+        r"matmul was given a \(2, 3\), b \(4, 5\), out \(2, 5\); it takes a \(\.\.\., N, K\)",
+    ),
     ("matmul", (a(2, 3), a(3, 5), a(2, 4)), r"matmul was given"),
     ("matmul", (a(2, 3), a(3, 5), a(1, 5)), r"matmul was given"),
     ("matmul", (a(3), a(3), a(1)), r"matmul was given"),
@@ -44,29 +48,52 @@ BAD = [
     ("gelu", (a(2), a(3)), r"gelu was given .* it takes equal shapes"),
     ("gelu_backward", (a(2), a(2), a(3)), r"gelu_backward was given"),
     ("gelu_backward", (a(2), a(3), a(2)), r"gelu_backward was given"),
-    ("dropout", (a(2), a(3), 0.5, DRAW), r"dropout was given .* it takes equal shapes and 0 <= rate < 1"),
+    ("dropout", (a(2), a(3), 0.5, DRAW), r"dropout was given .* it takes equal shapes, contiguous, and 0 <= rate < 1"),
+    ("gelu", (a(2, 3), a(3, 2).T), r"gelu was given .* it takes equal shapes, contiguous"),
+    ("gelu_backward", (a(2, 3), a(2, 3), a(3, 2).T), r"gelu_backward was given .* contiguous"),
+    ("dropout", (a(2, 3), a(3, 2).T, 0.5, DRAW), r"dropout was given .* contiguous"),
     ("dropout", (a(2), a(2), 1.0, DRAW), r"dropout was given"),
     ("dropout", (a(2), a(2), -0.1, DRAW), r"dropout was given"),
     ("layernorm", (a(2, 3), a(2), a(3), a(2, 3), a(2), a(2), 1e-5), LN + r"x, y \(N, C\), weight, bias \(C,\)"),
     ("layernorm", (a(2, 3), a(3), a(2), a(2, 3), a(2), a(2), 1e-5), LN),
     ("layernorm", (a(2, 3), a(3), a(3), a(3, 2), a(2), a(2), 1e-5), LN),
     ("layernorm", (a(2, 3), a(3), a(3), a(2, 3), a(3), a(2), 1e-5), LN + r"mean, rstd \(N,\)"),
-    ("layernorm_backward", (a(2, 3), a(2), a(2), a(2), a(2, 3), a(2, 3), None, None), LNB + r"x, dy, dx \(N, C\), weight \(C,\)"),
+    (
+        "layernorm_backward",
+        (a(2, 3), a(2), a(2), a(2), a(2, 3), a(2, 3), None, None),
+        LNB + r"x, dy, dx \(N, C\), weight \(C,\)",
+    ),
     ("layernorm_backward", (a(2, 3), a(3), a(2), a(2), a(2, 3), a(3, 2), None, None), LNB),
     ("layernorm_backward", (a(2, 3), a(3), a(2), a(2), a(2, 3), a(2, 3), a(2), None), LNB + r"dweight, dbias \(C,\)"),
     ("layernorm_backward", (a(2, 3), a(3), a(2), a(2), a(2, 3), a(2, 3), None, a(2)), LNB),
-    ("embedding", (a(5, 3), i(2), a(2, 4)), r"embedding was given table \(5, 3\), tokens \(2,\), out \(2, 4\); it takes table \(V, C\)"),
+    (
+        "embedding",
+        (a(5, 3), i(2), a(2, 4)),
+        r"embedding was given table \(5, 3\), tokens \(2,\), out \(2, 4\); it takes table \(V, C\)",
+    ),
     ("embedding", (a(5, 3), i(2, 1), a(2, 3)), r"embedding was given"),
     ("embedding_backward", (i(2), a(2, 4), a(5, 3)), r"embedding_backward was given"),
-    ("causal_softmax", (a(2, 3, 4), a(2, 3), 2, 1.0), r"causal_softmax was given .* it takes scores \(H, R, first_row \+ R\), lse \(H, R\)"),
+    (
+        "causal_softmax",
+        (a(2, 3, 4), a(2, 3), 2, 1.0),
+        r"causal_softmax was given .* it takes scores \(H, R, first_row \+ R\), lse \(H, R\)",
+    ),
     ("causal_softmax", (a(2, 3, 4), a(3, 2), 1, 1.0), r"causal_softmax was given"),
     ("softmax_backward", (a(2, 3, 4), a(2, 3, 5), a(2, 3), 1.0), r"softmax_backward was given"),
     ("softmax_backward", (a(2, 3, 4), a(2, 3, 4), a(3, 2), 1.0), r"softmax_backward was given"),
-    ("cross_entropy", (a(2, 3), i(3), a(2), 1.0, True), r"cross_entropy was given .* it takes logits \(N, V\), targets, losses \(N,\)"),
+    (
+        "cross_entropy",
+        (a(2, 3), i(3), a(2), 1.0, True),
+        r"cross_entropy was given .* it takes logits \(N, V\), targets, losses \(N,\)",
+    ),
     ("cross_entropy", (a(2, 3), i(2), a(3), 1.0, True), r"cross_entropy was given"),
     ("sum64", (a(2, 3), a(1)), r"sum64 was given"),
     ("sum64", (a(2), a(2)), r"sum64 was given x \(2,\), out \(2,\); it takes x \(N,\), out \(1,\)"),
-    ("ordered_sum", ([a(2), a(3)], a(2), True), r"ordered_sum was given block \(3,\), out \(2,\); it takes equal 1-D shapes"),
+    (
+        "ordered_sum",
+        ([a(2), a(3)], a(2), True),
+        r"ordered_sum was given block \(3,\), out \(2,\); it takes equal 1-D shapes",
+    ),
     ("ordered_sum", ([a(2, 1)], a(2, 1), True), r"ordered_sum was given"),
     ("square_sums", (a(512), (), a(2)), r"square_sums was given .* it takes x \(n \* 512,\), out \(n,\)"),
     ("square_sums", (a(500), (), a(1)), r"square_sums was given"),
@@ -74,7 +101,7 @@ BAD = [
     ("adamw", (a(2, 1), a(2, 1), a(2, 1), a(2, 1), STEP), r"adamw was given"),
     ("normal", (a(2, 1), DRAW, 1.0), r"normal was given out \(2, 1\); it takes out \(count,\)"),
     ("fingerprint", (a(2, 1), DRAW), r"fingerprint was given x \(2, 1\); it takes x \(count,\)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("backend", [NumpyOps, ShapeOps])

@@ -76,7 +76,8 @@ def start(program: str, size: int = 2) -> tuple[int, str, float]:
 def test_a_failing_rank_ends_the_job(name: str) -> None:
     program, code, text = JOBS[name]
     returned, printed, seconds = start(HEAD + program)
-    assert returned == code, printed
+    # MPICH's launcher may report the SIGKILL by which it ends the other ranks instead of the code of the abort.
+    assert returned in (code, 9), printed
     assert printed.count(text) == 1, printed
     assert seconds < 20
 

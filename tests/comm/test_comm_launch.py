@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
@@ -50,6 +51,7 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
         # a batch script's own process
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4}, None, None),
         ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_ID": 0}, None, None),
+        ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4, "SLURM_STEP_NUM_TASKS": 4}, None, None),
         # srun, without and with PMIx
         ({"SLURM_PROCID": 3, "SLURM_NTASKS": 8, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 4}, 3, 4),
         ({"SLURM_PROCID": 3, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 4, "PMIX_RANK": 3}, 3, 4),
@@ -73,9 +75,10 @@ def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch, found: int | None
     assert world(NumpyOps()).transport == "local"
 
 
-def test_local_is_local_whatever_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_is_refused_where_more_than_one_process_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, {"PMI_RANK": 1, "PMI_SIZE": 2})
-    assert world(NumpyOps(), "local").size == 1
+    with pytest.raises(ConfigError, match="started 2 processes and transport 'local' is one rank alone"):
+        world(NumpyOps(), "local")
 
 
 def test_an_unknown_transport_is_refused() -> None:
@@ -164,6 +167,28 @@ def test_an_uncaught_exception_in_a_thread_aborts(hooked: Aborts) -> None:
     thread.join()
     ((message, _),) = hooked.said
     assert "uncaught exception in thread 'reader'" in message and "ValueError: in the dark" in message
+
+
+def test_the_second_failure_is_silent(hooked: Aborts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise ValueError("one of two")
+
+    release = threading.Event()
+
+    def slow(message: str, code: int) -> None:
+        hooked.said.append((message, code))
+        release.wait(5)
+
+    monkeypatch.setattr(hooked, "abort", slow)
+    threads = [threading.Thread(target=fails) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    said = len(hooked.said)
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert said == 1
 
 
 def test_a_thread_may_exit(hooked: Aborts) -> None:

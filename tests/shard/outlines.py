@@ -67,7 +67,9 @@ def frozen(blocks: int) -> Outline:
 
 def loss_only(blocks: int) -> Outline:
     """One stage, the loss; ``blocks`` is not used."""
-    return Outline((UnitOutline("head", False, W),), (StageOutline("head", ("head",), ("head",), (("head", "weight"),)),))
+    return Outline(
+        (UnitOutline("head", False, W),), (StageOutline("head", ("head",), ("head",), (("head", "weight"),)),)
+    )
 
 
 def bare(blocks: int) -> Outline:

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shard.training import LIMIT, SMALL, Job, Outcome, train_alone, train_threads
 
 from mpishard.array.constants import IGNORE
 from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm.local import LocalCommunicator
 from mpishard.comm.threads import run
 from mpishard.models.gpt2 import Gpt2
+from tests.shard.training import LIMIT, SMALL, Job, Outcome, train_alone, train_threads
 
 STEPS = 50
 BASE = Job()
@@ -47,9 +48,27 @@ def test_the_run_is_worth_comparing() -> None:
     assert len(set(counts)) > 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_dropout_differs_by_step_and_micro_batch() -> None:
+    """The same data and parameters, twice in a row and in two micro-batches of a step, lose differently."""
+    for rate, different in ((0.1, True), (0.0, False)):
+        losses = []
+        for micros in (1, 2):
+            job = replace(BASE, sizes=replace(SMALL, dropout=rate), micros=micros)
+            engine = job.engine(LocalCommunicator(NumpyOps()))
+            fill = job.feed(0)
+            for _ in range(2):
+                result = engine.step(lambda micro, inputs, targets, fill=fill: fill(0, inputs, targets), lr=0.0)
+                losses.append(result.loss)
+        assert len(set(losses)) == (4 if different else 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_ranks(ranks: int) -> None:
     assert train_threads(ranks, BASE, STEPS) == [expected()] * ranks
+
+
+def test_one_rank_of_a_transport_with_many() -> None:
+    assert train_threads(1, BASE, 10) == [expected(steps=10)]
 
 
 @pytest.mark.parametrize("axis", VARIED)

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from shard.outlines import KINDS, tied
 
 from mpishard.errors import ConfigError
 from mpishard.shard.check import check
 from mpishard.shard.instructions import (
     Absorb,
-    Agree,
     Await,
     Backward,
     Evaluate,
     Forward,
     Gather,
-    Instruction,
     Loss,
     Outline,
     Predict,
     Recompute,
     Reduce,
-    Release,
-    Replicate,
-    Update,
     digest,
 )
 from mpishard.shard.schedule import RECOMPUTE, STRATEGIES, Settings, build_forward, build_step
+from tests.shard.outlines import KINDS, tied
+from tests.shard.simulation import Simulation, wanted
 
 EVERY = [Settings(*one) for one in itertools.product(STRATEGIES, (0, 1, 2, 3), RECOMPUTE, (1, 2, 3))]
 
@@ -40,75 +36,6 @@ def outlines() -> Iterator[Outline]:
         yield from map(kind, range(6))
 
 
-class Simulation:
-    """Runs a schedule on symbols. A gradient is the list of what was added to it; a freed buffer holds garbage."""
-
-    def __init__(self, outline: Outline, strategy: str) -> None:
-        self.outline = outline
-        self.sharded = strategy == "full_shard"
-        self.readable = set() if self.sharded else {unit.name for unit in outline.units}
-        self.flying: set[str] = set()
-        self.buffers: dict[str, dict[str, list[object]]] = {}
-        self.reducing: list[tuple[str, bool, dict[str, list[object]]]] = []
-        self.shards: dict[str, list[object]] = {unit.name: ["garbage"] for unit in outline.units}
-        self.updates: list[str] = []
-        self.most_live = self.most_reducing = 0
-
-    def run(self, schedule: Sequence[Instruction]) -> None:
-        kept = {unit.name for unit in self.outline.units if unit.keep}
-        for step in schedule:
-            self.step(step)
-            self.most_live = max(self.most_live, len((self.readable | self.flying) - kept))
-            self.most_reducing = max(self.most_reducing, len(self.reducing))
-
-    def step(self, step: Instruction) -> None:
-        if isinstance(step, Gather):
-            assert step.unit not in self.readable | self.flying
-            self.flying.add(step.unit)
-        elif isinstance(step, Await):
-            self.flying.remove(step.unit)
-            self.readable.add(step.unit)
-        elif isinstance(step, Release):
-            self.readable.remove(step.unit)
-        elif isinstance(step, Reduce):
-            self.reducing.append((step.unit, step.add, self.buffers.pop(step.unit)))
-        elif isinstance(step, Absorb):
-            unit, add, buffer = self.reducing.pop(0)
-            assert unit == step.unit
-            before = self.shards[unit] if add else []
-            self.shards[unit] = [*before, {param: tuple(parts) for param, parts in buffer.items()}]
-        elif isinstance(step, Update):
-            self.updates.append(step.unit)
-        elif not isinstance(step, Agree | Replicate):
-            self.compute(step)
-
-    def compute(self, step: Forward | Recompute | Loss | Backward | Evaluate | Predict) -> None:
-        stage = self.outline.stage(step.stage)
-        needed = stage.backward_units if isinstance(step, Backward) else stage.units
-        assert set(needed) <= self.readable, step
-        if not isinstance(step, Loss | Backward):
-            return
-        for unit, param in stage.params:
-            assert all(unit != flying for flying, _, _ in self.reducing), step
-            buffer = self.buffers.setdefault(unit, {})
-            before = buffer[param] if param in step.adds else []  # KeyError: added to garbage
-            buffer[param] = [*before, (step.stage, step.micro)]
-
-
-def wanted(outline: Outline, micros: int) -> dict[str, list[object]]:
-    """For each unit, micro-batch by micro-batch, what the gradient of each parameter is the sum of, from the top down."""
-    result: dict[str, list[object]] = {}
-    for unit in outline.units:
-        result[unit.name] = [
-            {
-                param: tuple((s.name, micro) for s in reversed(outline.stages) if (unit.name, param) in s.params)
-                for param in unit.params
-            }
-            for micro in range(micros)
-        ] if unit.params else ["garbage"]
-    return result
-
-
 def test_steps_are_legal_and_complete() -> None:
     for outline, settings in itertools.product(outlines(), EVERY):
         schedule = build_step(outline, settings)
@@ -116,13 +43,9 @@ def test_steps_are_legal_and_complete() -> None:
         simulation = Simulation(outline, settings.strategy)
         simulation.run(schedule)
         assert simulation.shards == wanted(outline, settings.micros)
-        assert sorted(simulation.updates) == sorted(unit.name for unit in outline.units)
-        assert not simulation.buffers
-        assert not simulation.reducing
+        simulation.finish()
         assert simulation.most_reducing <= 1
         if settings.strategy == "full_shard":
-            assert not simulation.readable
-            assert not simulation.flying
             most = max(
                 sum(not unit.keep for unit in outline.units if unit.name in stage.units) for stage in outline.stages
             )

@@ -20,7 +20,7 @@ from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 
-SMALL = Gpt2(layers=4, width=15, heads=3, sequence=7, vocabulary=29, dropout=0.1, attention_block=5, head_chunk=3)
+SMALL = Gpt2(layers=4, width=15, heads=3, sequence=7, vocabulary=29, dropout=0.1, attention_block=5, head_chunk=5)
 #: small enough that the norm is above it in some steps and below it in others
 LIMIT = 1.0
 MICROS = 12

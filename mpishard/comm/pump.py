@@ -1,0 +1,177 @@
+"""What makes the MPI calls: posts them in order, and tests them until they are complete.
+
+[Note: progress]
+MPI moves data only while it is called, so a thread of ours, the *pump*, owns the calls (that needs
+MPI_THREAD_SERIALIZED, not MULTIPLE). It posts *flights* in order, tests them and sleeps between tests; while a rank
+stands still for one it tests more eagerly. With nothing in flight it is asleep, so calls that the program makes
+between steps never meet ours. Without a thread, who submits posts and who waits tests.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from mpishard.errors import CommError
+
+__all__ = ["Flight", "Post", "Pump"]
+
+T = TypeVar("T")
+Post = Callable[[], list[MPI.Request]]
+
+#: Seconds between tests while nobody stands still: often enough to keep a network busy, seldom enough to
+#: leave the core to the computation.
+_IDLE = 2e-4
+#: While somebody stands still: tests in a row, then seconds between tests, which grow up to _IDLE.
+_SPINS = 100
+_EAGER = 2e-5
+#: Seconds that an abort waits for the pump to come free.
+_ABORT = 1.0
+
+
+class Flight:
+    """One thing that the pump does: posted once, then tested until its requests are complete."""
+
+    def __init__(self, name: str, post: Post) -> None:
+        self.name, self.post = name, post
+        self.requests: list[MPI.Request] = []
+        self.awaited = False
+        self.done = threading.Event()
+        self.arrived = 0.0
+        self.error: BaseException | None = None
+
+    def test(self) -> bool:
+        """Return whether the flight is over."""
+        try:
+            if MPI.Request.Testall(self.requests):
+                self.end()
+        except BaseException as error:
+            self.end(error)
+        return self.done.is_set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let go of the buffers and wake who waits."""
+        self.error = error
+        self.requests = []
+        self.arrived = time.perf_counter()
+        self.done.set()
+
+
+class Pump:
+    """Posts and tests flights for a communicator and those split from it, in a thread or in the caller."""
+
+    def __init__(self, threaded: bool) -> None:
+        self.users = 1
+        self._flights: list[Flight] = []
+        # Not a queue.SimpleQueue: in CPython 3.11 its get() can sleep for ever if its timeout is tiny.
+        self._inbox: deque[Flight] = deque()
+        self._bell = threading.Event()
+        self._open = True
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._loop, name="mpishard communication", daemon=True)
+            self._thread.start()
+
+    def submit(self, flight: Flight) -> None:
+        """Post a flight, after all that were submitted before it."""
+        if not self._open:
+            raise CommError(f"{flight.name}: the communicator is closed")
+        if self._thread is None:
+            self._post(flight)
+            self._test()
+        else:
+            self._inbox.append(flight)
+            self._bell.set()
+
+    def finish(self, flight: Flight) -> None:
+        """Block until a submitted flight is over."""
+        flight.awaited = True
+        if self._thread is not None and not flight.done.is_set():
+            self._bell.set()  # the pump may sleep between two tests
+            flight.done.wait()
+        tests = 0
+        while not flight.done.is_set():
+            tests = 0 if self._test() else tests + 1
+            if pause := _pause(tests):
+                time.sleep(pause)
+        if flight.error is not None:
+            raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
+
+    def do(self, name: str, post: Post) -> None:
+        """Submit a flight and wait for it."""
+        flight = Flight(name, post)
+        self.submit(flight)
+        self.finish(flight)
+
+    def call(self, name: str, function: Callable[[], T]) -> T:
+        """Make a blocking MPI call where MPI calls are made."""
+        results: list[T] = []
+
+        def post() -> list[MPI.Request]:
+            results.append(function())
+            return []
+
+        self.do(name, post)
+        return results[0]
+
+    def attempt(self, function: Callable[[], None]) -> None:
+        """Make a call that does not return; give up when the pump is held by another call."""
+        if self._thread is None:
+            if threading.current_thread() is threading.main_thread():
+                function()
+        elif self._open:
+            threading.Thread(target=self.call, args=("abort", function), daemon=True).start()
+            time.sleep(_ABORT)
+
+    def leave(self) -> None:
+        """One communicator less; the last one ends the thread."""
+        self.users -= 1
+        if self.users == 0:
+            self._open = False
+            if self._thread is not None:
+                self._bell.set()
+                self._thread.join()
+
+    def _loop(self) -> None:
+        tests = 0
+        while self._open:
+            if not self._flights:
+                self._bell.wait()
+            elif not any(flight.awaited for flight in self._flights):
+                self._bell.wait(_IDLE)
+            elif pause := _pause(tests):
+                self._bell.wait(pause)
+            if self._bell.is_set():
+                self._bell.clear()  # before the inbox is emptied, so that no ring is lost
+                tests = 0
+            while self._inbox:
+                self._post(self._inbox.popleft())
+            tests = 0 if self._test() else tests + 1
+
+    def _post(self, flight: Flight) -> None:
+        try:
+            flight.requests = flight.post()
+        except BaseException as error:
+            flight.end(error)
+        else:
+            self._flights.append(flight)
+
+    def _test(self) -> bool:
+        """Test all flights once; return whether one ended."""
+        before = len(self._flights)
+        self._flights = [flight for flight in self._flights if not flight.test()]
+        return len(self._flights) < before
+
+
+def _pause(tests: int) -> float:
+    """Seconds to sleep after so many tests in vain, for somebody who stands still."""
+    if tests > _SPINS:
+        return min(_IDLE, _EAGER + 1e-6 * (tests - _SPINS))
+    os.sched_yield()  # ranks may outnumber cores, and the peer that is awaited may need this one
+    return 0.0

@@ -1,0 +1,77 @@
+"""From the third step on a step allocates nothing but Python's small change and NumPy's own short buffers.
+
+Each instruction's growth of traced memory, temporaries included, stays below BOUND: a few tiles that depend on no
+size of the model. Activations, logits, gradients and the parameters' matrices here are larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mpishard.array.dtypes import Array
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm.local import LocalCommunicator
+from mpishard.models.gpt2 import Gpt2
+from mpishard.shard.schedule import Settings
+from tests.shard.tracing import BOUND, growths
+from tests.shard.training import Job
+
+MANY_TOKENS = Gpt2(layers=1, width=40, heads=1, sequence=256, vocabulary=2000, dropout=0.1, head_chunk=1024)
+#: the exact GELU, whole attention, and the logits of half a micro-batch at once
+AT_ONCE = Gpt2(
+    layers=2,
+    width=64,
+    heads=2,
+    sequence=192,
+    vocabulary=3000,
+    dropout=0.1,
+    gelu_tanh=False,
+    attention_block=0,
+    head_chunk=10**6,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch", "settings"),
+    [
+        (MANY_TOKENS, 36, Settings("full_shard", 1, "none")),
+        (AT_ONCE, 4, Settings("full_shard", 0, "block")),
+        (AT_ONCE, 4, Settings("no_shard", 1, "none")),
+    ],
+    ids=["many tokens", "recompute", "no_shard"],
+)
+def test_nothing_large_is_allocated(sizes: Gpt2, micro_batch: int, settings: Settings) -> None:
+    job = Job(sizes, micro_batch, 2, settings=settings)
+    growth = growths(job.engine(LocalCommunicator(NumpyOps())), job)
+    assert max(growth.values()) < BOUND, growth
+    assert growth["what is left"] < 8192
+
+
+class Careless(NumpyOps):
+    """Adds by way of a temporary."""
+
+    def _add(self, x: Array, y: Array, out: Array) -> None:
+        np.copyto(out, x + y)
+
+
+class Collecting(NumpyOps):
+    """Turns all tokens into Python numbers at once."""
+
+    def _embedding_backward(self, tokens: Array, dy: Array, dtable: Array, add: bool) -> None:
+        assert tokens.tolist()
+        super()._embedding_backward(tokens, dy, dtable, add)
+
+
+@pytest.mark.parametrize(
+    ("make", "guilty"),
+    [(Careless, ["Forward", "Backward", "Recompute"]), (Collecting, ["Backward(stage='embed'"])],
+)
+def test_a_temporary_is_seen(make: Callable[[], NumpyOps], guilty: list[str]) -> None:
+    job = Job(MANY_TOKENS, 36, 1)
+    growth = growths(job.engine(LocalCommunicator(make())), job)
+    above = [name for name, size in growth.items() if size >= BOUND]
+    assert above
+    assert all(name.startswith(tuple(guilty)) for name in above)
