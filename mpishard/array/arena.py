@@ -18,7 +18,7 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ArenaError
 
-__all__ = ["CATEGORIES", "Arena", "Stack"]
+__all__ = ["CATEGORIES", "STACKS", "Arena", "Stack"]
 
 CATEGORIES = (
     "parameters",

@@ -17,7 +17,7 @@ from mpishard.cli.data import data as data_command
 from mpishard.cli.train import train as train_command
 from mpishard.errors import ConfigError
 
-__all__ = ["main", "program"]
+__all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "main", "program"]
 
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130

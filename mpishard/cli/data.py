@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-__all__ = ["data"]
+__all__ = ["build", "data", "inspect"]
 
 
 @click.group(no_args_is_help=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpishard.comm.base import Communicator
     from mpishard.train.config import Config
 
-__all__ = ["train"]
+__all__ = ["agree_run_dir", "train"]
 
 #: bytes of the record in which rank 0 tells the others the run directory
 _RECORD = 4096

@@ -18,7 +18,15 @@ from mpishard.data.tokenizer import ByteTokenizer
 from mpishard.data.tokens import TokenFile, write_tokens
 from mpishard.errors import ConfigError, DataError
 
-__all__ = ["Corpus", "Document", "build_corpus", "ensure_default_corpus", "standard_library", "standard_library_text"]
+__all__ = [
+    "HELDOUT_FRACTION",
+    "Corpus",
+    "Document",
+    "build_corpus",
+    "ensure_default_corpus",
+    "standard_library",
+    "standard_library_text",
+]
 
 HELDOUT_FRACTION = 0.05
 _CHUNK = 1 << 20

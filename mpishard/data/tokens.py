@@ -29,7 +29,7 @@ import numpy as np
 from mpishard.array.dtypes import Array, DType
 from mpishard.errors import DataError
 
-__all__ = ["TokenFile", "write_tokens"]
+__all__ = ["MAGIC", "VERSION", "TokenFile", "write_tokens"]
 
 MAGIC = b"mpishtok"
 VERSION = 1

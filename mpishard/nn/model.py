@@ -8,7 +8,7 @@ from typing import TypeAlias
 from mpishard.errors import EngineError
 from mpishard.nn.layer import Layer, LossLayer, ParamSpec
 
-__all__ = ["Model", "Stage", "Unit"]
+__all__ = ["AnyLayer", "Model", "Stage", "Unit"]
 
 AnyLayer: TypeAlias = "Layer | LossLayer"
 

@@ -1,0 +1,1 @@
+"""The sharding engine: layouts, schedules, placement, and what runs them."""

@@ -16,20 +16,27 @@ from typing import Protocol
 
 from mpishard.array.constants import ALIGN, CHUNK
 
-__all__ = ["Layout", "Piece", "Slot", "layout"]
+__all__ = ["Layout", "Piece", "Slot", "Spec", "layout"]
 
 
 class Spec(Protocol):
     """What a layout needs to know of a parameter."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name within the unit."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+
     @property
-    def decay(self) -> bool: ...
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+
     @property
-    def trainable(self) -> bool: ...
+    def trainable(self) -> bool:
+        """Whether it has a gradient."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from mpishard.shard.place import Placement
 from mpishard.shard.runner import Runner
 from mpishard.shard.state import State
 
-__all__ = ["Action", "Compiler", "Regions"]
+__all__ = ["Action", "Compiler", "Regions", "views"]
 
 
 class Action(NamedTuple):

@@ -39,7 +39,7 @@ from mpishard.shard.instructions import (
     Update,
 )
 
-__all__ = ["RECOMPUTE", "STRATEGIES", "Settings", "build_forward", "build_step", "reads"]
+__all__ = ["RECOMPUTE", "STRATEGIES", "Compute", "Settings", "build_forward", "build_step", "reads"]
 
 STRATEGIES = ("full_shard", "no_shard")
 RECOMPUTE = ("none", "block")

@@ -15,7 +15,7 @@ from mpishard.array.random import stream
 from mpishard.nn.model import Model, Unit
 from mpishard.shard.layout import Layout, Piece
 
-__all__ = ["State", "UnitState", "make_state"]
+__all__ = ["State", "UnitState", "fingerprint", "initialise", "make_state", "own_pieces"]
 
 
 @dataclass(frozen=True)

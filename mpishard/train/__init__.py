@@ -1,0 +1,1 @@
+"""Training runs: configuration, loop, what is printed and written."""
