@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from op_case import Case, array
-from op_cases_layers import DRAW, LAYERS
-from philox import uniform32
 
 from mpishard.array.constants import CHUNK
 from mpishard.array.numpy_tiles import TILE
+from tests.array.op_case import Case, array
+from tests.array.op_cases_layers import DRAW, LAYERS
+from tests.array.philox import uniform32
 
 SIZES = (1, 3, CHUNK - 1, CHUNK, TILE // 2 + 1, TILE - 1, TILE, TILE + 1, 2 * TILE + 5)
 

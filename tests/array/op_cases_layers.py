@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from op_case import Case, array
-from philox import normal
 
 from mpishard.array.constants import IGNORE
 from mpishard.array.numpy_tiles import TILE
 from mpishard.array.ops import AdamWStep, Draw
+from tests.array.op_case import Case, array
+from tests.array.philox import normal
 
 DRAW = Draw(2**63 + 11, 2**64 - 5, 3, 1)
 

@@ -5,12 +5,12 @@ import inspect
 
 import numpy as np
 import pytest
-from op_case import Case
-from op_cases import CASES
 
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
+from tests.array.op_case import Case
+from tests.array.op_cases import CASES
 
 BACKENDS = (NumpyOps, ShapeOps)
 TOLERANCE = {"float64": 2e-14, "float32": 2e-6}

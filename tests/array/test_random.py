@@ -1,7 +1,6 @@
 import math
 
 import numpy as np
-import philox
 import pytest
 
 from mpishard.array import random
@@ -9,6 +8,7 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.numpy_tiles import TILE
 from mpishard.array.ops import Draw
 from mpishard.array.random import stream
+from tests.array import philox
 
 DRAWS = [Draw(0, 0, 0, 0), Draw(1, 2, 3, 0), Draw(2**64 - 1, 2**64 - 1, 2**40, 0), Draw(-1, 2**63, 0, 0)]
 FIRSTS = (0, 1, 2, 3, 4, 7, 8, 9, 4095, 2**40 + 5)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from models.engine_access import engine_for, named
 
 from mpishard.errors import ConfigError
 from mpishard.models.gpt2 import Gpt2, gpt2
+from tests.models.engine_access import engine_for, named
 
 SMALL = Gpt2(layers=2, width=6, heads=3, sequence=5, vocabulary=11)
 

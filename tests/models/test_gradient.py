@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models.engine_access import Batch, engine_for, named, summed_gradients, widen
 
 from mpishard.models.gpt2 import Gpt2
+from tests.models.engine_access import Batch, engine_for, named, summed_gradients, widen
 
 SMALL = Gpt2(layers=2, width=6, heads=3, sequence=7, vocabulary=11, attention_block=3, head_chunk=3)
 STEP = 2e-5  # as in contracts/layer.py

@@ -52,7 +52,7 @@ def test_ranks(comm: Communicator, ranks: int) -> None:
     if ranks == 1 < comm.size:
         pytest.skip("a launch of one rank does this")
     group = some(comm, ranks)
-    steps = STEPS if ranks == comm.size else 20
+    steps = STEPS if ranks == comm.size else 10
     assert train(BASE.engine(group), BASE, steps) == expected(steps)
     group.close()
 

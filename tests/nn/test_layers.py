@@ -3,7 +3,6 @@
 import inspect
 
 import pytest
-from contracts.layer import check_layer, check_loss
 
 from mpishard.array.numpy_tiles import TILE
 from mpishard.nn import activation, attention, block, embedding, head, linear, mlp, norm
@@ -16,6 +15,7 @@ from mpishard.nn.layer import Layer, LossLayer
 from mpishard.nn.linear import Linear
 from mpishard.nn.mlp import Mlp
 from mpishard.nn.norm import LayerNorm
+from tests.contracts.layer import check_layer, check_loss
 
 CHECKED = {Linear, LayerNorm, Gelu, Dropout, Embedding, CausalSelfAttention, Mlp, Block, TiedHead}
 

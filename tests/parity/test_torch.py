@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models.engine_access import Batch, engine_for, named, summed_gradients, widen
+import torch
 
 from mpishard.models.gpt2 import Gpt2
-
-torch = pytest.importorskip("torch", reason="compares with PyTorch; install mpishard[parity]")
-torch_gpt2 = pytest.importorskip("torch_gpt2")
+from tests.models.engine_access import Batch, engine_for, named, summed_gradients, widen
+from tests.parity import torch_gpt2
 
 #: largest relative errors; 1.5e-7, 6.5e-6 and 5.7e-7 were the worst when this was written
 LOSS, GRADIENT, CURVE = 1e-6, 5e-5, 1e-5

@@ -39,6 +39,7 @@ def growths(engine: Engine, job: Job) -> dict[str, int]:
     tracemalloc.start()
     try:
         engine.step(None, lr=job.lr)
+        engine.evaluate(None)
         held = tracemalloc.get_traced_memory()[0]
         engine.step(None, lr=job.lr)
         engine.evaluate(None)
