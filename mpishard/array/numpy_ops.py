@@ -35,6 +35,11 @@ class NumpyOps(NumpyShardOps):
     # --- matrices
 
     def _matmul(self, a: Array, b: Array, out: Array, add: bool) -> None:
+        # BLAS kernels may compute on what lies beside a matrix of odd size and set floating-point flags there.
+        with np.errstate(all="ignore"):
+            self._product(a, b, out, add)
+
+    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
         if not add:
             np.matmul(a, b, out=out)
             return
@@ -44,7 +49,7 @@ class NumpyOps(NumpyShardOps):
             if out.ndim == 2:
                 raise ShapeError(f"a row of {per_row} elements is longer than the CPU backend's tiles allow")
             for i in range(out.shape[0]):
-                self._matmul(a[i], b[i], out[i], add)
+                self._product(a[i], b[i], out[i], add)
             return
         # NumPy has no beta: the product of a block of rows goes through scratch and is added.
         for rows in self._tiles(out.shape[-2], max(1, room // max(1, per_row))):
@@ -102,7 +107,7 @@ class NumpyOps(NumpyShardOps):
 
     def _erf(self, u: Array, t: Array) -> None:
         """``t = erf(u / sqrt(2))``, in pieces: erf works in temporaries of its own."""
-        for piece in self._tiles(u.size, 2048):
+        for piece in self._tiles(u.size, 1024):
             t[piece] = erf(u[piece] * math.sqrt(0.5))
 
     def _gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool) -> None:

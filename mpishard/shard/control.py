@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mpishard.errors import CommError
 from mpishard.shard.exact import EXACT_BYTES, ExactSum
 
-__all__ = ["Agreement", "Report", "combine", "compare"]
+__all__ = ["Agreement", "Report", "combine", "compare", "describe"]
 
 _RECORD = struct.Struct(f"<8s8sq{EXACT_BYTES}s{EXACT_BYTES}sqBBBB")
 
@@ -85,6 +85,17 @@ class Agreement:
     stop: bool
 
 
+def describe(thing: object) -> str:
+    """Return the settings in an object (a layer, an optimiser), and in what it is made of; no addresses, no arrays."""
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return repr(thing)
+    if isinstance(thing, tuple | list):
+        return f"[{', '.join(map(describe, thing))}]"
+    public = {name: value for name, value in getattr(thing, "__dict__", {}).items() if not name.startswith("_")}
+    inside = ", ".join(f"{name}={describe(value)}" for name, value in sorted(public.items()))
+    return f"{type(thing).__qualname__}({inside})"
+
+
 def compare(digests: Sequence[bytes]) -> None:
     """Compare what the ranks are about to bind and run.
 
@@ -95,7 +106,7 @@ def compare(digests: Sequence[bytes]) -> None:
         if mine != digests[0]:
             raise CommError(
                 f"rank {rank} has schedules {mine.hex()}, rank 0 {digests[0].hex()}; "
-                "all ranks need the same model, settings, batch and seed"
+                "all ranks need the same model, settings, optimiser, batch and seed"
             )
 
 
@@ -110,7 +121,7 @@ def combine(records: Sequence[bytes]) -> Agreement:
         for what, mine, first in (
             ("is at step", report.step, reports[0].step),
             ("was given schedule", report.schedule.hex(), reports[0].schedule.hex()),
-            ("ran collectives", report.executed.hex(), reports[0].executed.hex()),
+            ("ran collectives and rates", report.executed.hex(), reports[0].executed.hex()),
         ):
             if mine != first:
                 raise CommError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +26,7 @@ from mpishard.errors import ConfigError, EngineError
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 from mpishard.shard.check import check
-from mpishard.shard.control import Agreement, Report, combine, compare
+from mpishard.shard.control import Agreement, Report, combine, compare, describe
 from mpishard.shard.exact import ExactSum
 from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
 from mpishard.shard.layout import layout
@@ -105,7 +106,9 @@ class Engine:
             check(self.outline, one, settings.strategy, due)
         sizes = {name: flat.total for name, flat in self.layouts.items()}
         placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
-        facts = f"{self.layouts} {global_batch} {micro_batch} {seed} {dtype_name} {settings}"
+        layers = {id(stage.layer): stage.layer for stage in model.stages}.values()
+        facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, settings])
+        facts += str(self.layouts)
         self._digests = [digest(one, facts) for one in schedules]
         compare(comm.exchange(b"".join(self._digests)))  # before ranks bind what others do not
 
@@ -219,6 +222,7 @@ class Engine:
             CommError: on every rank, when they ran different steps.
         """
         self._lr, self._more, self._stop = lr, more, stop
+        self._running.update(struct.pack("<d", lr))
         self._runner.begin(self.steps, feed, self._scale, training=True)
         busy = sum(tally.busy for tally in self.comm.tallies.values())
         seconds = self._run(self._train)
@@ -249,7 +253,7 @@ class Engine:
 
         The array is overwritten by the next call.
         """
-        self._runner.inputs[0] = sample
+        self.ops.copy(sample, self._runner.inputs[0])
         self._forward_one(position)
         logits: Array = self._logits[0]
         return logits
@@ -264,13 +268,15 @@ class Engine:
         times = {"compute": 0.0, "start": 0.0, "wait": 0.0}
         clock = time.perf_counter
         begin = last = clock()
-        for action in program:
-            if action.mark:
-                self._running.update(action.mark)
-            action.run()
-            now = clock()
-            times[action.kind] += now - last
-            last = now
+        # Overflow is no warning here: the agreed norm says whether the step is finite, and for all ranks alike.
+        with np.errstate(all="ignore"):
+            for action in program:
+                if action.mark:
+                    self._running.update(action.mark)
+                action.run()
+                now = clock()
+                times[action.kind] += now - last
+                last = now
         return {"computing": times["compute"], "waiting": times["wait"], "total": last - begin}
 
     # --- what the instructions call

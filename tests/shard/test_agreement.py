@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from mpishard.array.dtypes import Array
 from mpishard.comm.base import Communicator
 from mpishard.comm.threads import run
 from mpishard.errors import CommError
+from mpishard.models.gpt2 import gpt2
 from mpishard.optim.adamw import AdamW
 from mpishard.shard.control import Report, combine, compare
 from mpishard.shard.engine import Engine
 from mpishard.shard.exact import ExactSum
+from mpishard.shard.schedule import Settings
 from tests.shard.damaged_ops import Burst
-from tests.shard.training import Job
+from tests.shard.training import SMALL, Job
 
 JOB = Job(micros=6)
 RANKS = 3
@@ -57,7 +60,7 @@ def test_a_rank_that_was_told_another_thing(what: str, odd: int) -> None:
     named = 2 if odd == 2 else 1
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"rank {named} has schedules ")
-    assert messages[0].endswith("all ranks need the same model, settings, batch and seed")
+    assert messages[0].endswith("all ranks need the same model, settings, optimiser, batch and seed")
 
 
 def test_a_rank_that_takes_another_schedule_of_the_same_collectives() -> None:
@@ -96,7 +99,7 @@ def test_a_rank_that_ran_other_collectives() -> None:
 
     messages = everywhere(body)
     assert len(set(messages)) == 1
-    assert messages[0].startswith("rank 1 ran collectives ")
+    assert messages[0].startswith("rank 1 ran collectives and rates ")
 
 
 def test_a_rank_that_reports_another_schedule() -> None:
@@ -248,7 +251,7 @@ def test_records_survive_packing() -> None:
     [
         ({"step": 8}, "rank 3 is at step 8, rank 0 7;"),
         ({"schedule": b"SCHEDULE"}, "rank 3 was given schedule 5343484544554c45, rank 0 7363686564756c65;"),
-        ({"executed": b"EXECUTED"}, "rank 3 ran collectives 4558454355544544, rank 0 6578656375746564;"),
+        ({"executed": b"EXECUTED"}, "rank 3 ran collectives and rates 4558454355544544, rank 0 6578656375746564;"),
     ],
 )
 def test_combine_names_the_rank(changes: dict[str, object], message: str) -> None:
@@ -261,3 +264,36 @@ def test_compare_names_the_rank() -> None:
     compare([b"a"] * 4)
     with pytest.raises(CommError, match="rank 2 has schedules 62, rank 0 61;"):
         compare([b"a", b"a", b"b", b"c"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"decay": 0.2}, {"limit": 0.5}, {"beta2": 0.9}],
+    ids=["decay", "clip", "beta2"],
+)
+def test_ranks_with_other_optimisers_are_named(change: dict[str, float]) -> None:
+    def main(comm: Communicator) -> None:
+        optimizer = AdamW(**(change if comm.rank == 2 else {}))
+        Engine(gpt2(SMALL), comm, comm.ops, optimizer, Settings(), micro_batch=1, global_batch=3, seed=0)
+
+    with pytest.raises(CommError, match="rank 2 has schedules"):
+        run(3, main)
+
+
+@pytest.mark.parametrize("change", [{"heads": 1}, {"dropout": 0.2}, {"gelu_tanh": False}], ids=str)
+def test_ranks_with_layers_of_other_settings_are_named(change: dict[str, Any]) -> None:
+    def main(comm: Communicator) -> None:
+        model = gpt2(replace(SMALL, **(change if comm.rank == 1 else {})))
+        Engine(model, comm, comm.ops, AdamW(), Settings(), micro_batch=1, global_batch=3, seed=0)
+
+    with pytest.raises(CommError, match="rank 1 has schedules"):
+        run(3, main)
+
+
+def test_ranks_with_other_learning_rates_are_named() -> None:
+    def main(comm: Communicator) -> None:
+        engine = Engine(gpt2(SMALL), comm, comm.ops, AdamW(), Settings(), micro_batch=1, global_batch=2, seed=0)
+        engine.step(None, lr=0.1 * (1 + comm.rank))
+
+    with pytest.raises(CommError, match="rank 1 ran collectives and rates"):
+        run(2, main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 
 from mpishard.shard.engine import Engine
@@ -40,9 +41,11 @@ def growths(engine: Engine, job: Job) -> dict[str, int]:
     try:
         engine.step(None, lr=job.lr)
         engine.evaluate(None)
+        gc.collect()  # cycles that wait for the collector are not kept
         held = tracemalloc.get_traced_memory()[0]
         engine.step(None, lr=job.lr)
         engine.evaluate(None)
+        gc.collect()
         growth["what is left"] = tracemalloc.get_traced_memory()[0] - held
     finally:
         tracemalloc.stop()
