@@ -16,10 +16,13 @@ What is printed on the way to an abort starts with ``[ranks]``; scripts/lib/summ
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import io
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -80,6 +83,10 @@ class Ranks:
         if config.option.xmlpath:
             path = Path(config.option.xmlpath)
             config.option.xmlpath = str(path.with_suffix(f".rank{self.rank}{path.suffix}"))
+        if config.option.basetemp is None:
+            # Ranks that share pytest's numbered directories remove each other's at the end.
+            config.option.basetemp = tempfile.mkdtemp(prefix=f"pytest-rank{self.rank}-")
+            atexit.register(shutil.rmtree, config.option.basetemp, ignore_errors=True)
         self.watchdog = Watchdog(self.stop_hanging)
         self.watchdog.start("the collection of the tests", LIMIT)
 
