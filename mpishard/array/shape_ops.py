@@ -32,7 +32,7 @@ def _mapping() -> Array:
             return np.frombuffer(mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
         except (OSError, ValueError):  # noqa: PERF203
             size //= 4
-            if size < 1 << 32:
+            if size < 1 << 28:
                 raise
 
 

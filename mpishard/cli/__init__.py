@@ -6,6 +6,8 @@ commands import what they need when they run, so that ``--help`` answers at once
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -42,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Exit codes: 0 done, 2 a mistake of the user's, 130 interrupted; a command may return others. Any other
     exception is a bug and passes through, to whatever ends the whole job.
     """
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample of text holds what the terminal may not know
     try:
         code = program.main(
             args=None if arguments is None else list(arguments), prog_name="mpishard", standalone_mode=False
@@ -61,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _report(message: str) -> None:
     """Print one line, once per job."""
-    from mpishard.comm.launch import environment_rank
+    from mpishard.comm.launch import environment_rank, environment_size
 
-    if environment_rank() in (None, 0):
+    if environment_rank() in (None, 0) or environment_size() == 1:
         click.echo(f"mpishard: {' '.join(message.split())}", err=True)

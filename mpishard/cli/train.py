@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mpishard.comm.base import Communicator
     from mpishard.train.config import Config
 
-__all__ = ["agree_run_dir", "train"]
+__all__ = ["agree_run_dir", "settings_text", "train"]
 
 #: bytes of the record in which rank 0 tells the others the run directory
 _RECORD = 4096
@@ -63,12 +64,14 @@ def train(
 def _run(loaded: Config | ConfigError, name: str, run_dir: Path | None) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.array.numpy_ops import NumpyOps
-    from mpishard.comm.launch import install_abort_hook, world
+    from mpishard.comm.launch import environment_size, install_abort_hook, world
     from mpishard.train.config import check_ranks
     from mpishard.train.loop import run
-    from mpishard.train.together import together
+    from mpishard.train.together import same_on_all_ranks, together
 
-    transport = "auto" if isinstance(loaded, ConfigError) else loaded.comm.transport
+    # Until ranks have compared their settings, how they meet must not depend on one rank's.
+    several = (environment_size() or 1) > 1
+    transport = "auto" if several or isinstance(loaded, ConfigError) else loaded.comm.transport
     comm = world(NumpyOps(), transport=transport)
     install_abort_hook(comm)
 
@@ -79,10 +82,39 @@ def _run(loaded: Config | ConfigError, name: str, run_dir: Path | None) -> int:
         return loaded
 
     config = together(comm, settings)
+    same_on_all_ranks(comm, settings_text(config))
+    if config.comm.transport == "local" and comm.size > 1:
+        raise ConfigError(
+            f"{comm.size} processes were launched and comm.transport is local, which is one rank alone; "
+            "set it to auto, or start one process"
+        )
     check_ranks(config, comm.size)
-    code: int = run(config, agree_run_dir(comm, name, run_dir), comm)
+    directory = agree_run_dir(comm, name, run_dir)
+    try:
+        code: int = run(config, directory, comm)
+    except ConfigError:
+        # Raised on all ranks. What was made for the run goes again, unless there is something in it.
+        if comm.rank == 0:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    except (KeyboardInterrupt, EOFError, BrokenPipeError, SystemExit) as error:
+        # One rank leaves, quietly as it would alone; the others would wait for it for ever.
+        if comm.size > 1:
+            closed = isinstance(error, BrokenPipeError)
+            comm.abort(f"mpishard: {'standard output was closed' if closed else 'interrupted'}; ending all ranks", 1)
+        raise
     comm.close()
     return code
+
+
+def settings_text(config: Config) -> list[str]:
+    """Return what must be the same on all ranks, a setting a line. Token files may lie elsewhere on each."""
+    return [
+        f"{section}.{key} = {('given' if value else 'empty') if section == 'data' and key != 'epochs' else value}"
+        for section, entries in config.model_dump().items()
+        for key, value in entries.items()
+    ]
 
 
 def agree_run_dir(comm: Communicator, name: str, run_dir: Path | None) -> Path:

@@ -86,6 +86,8 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
         raise ConfigError(
             f"transport {transport!r} needs MPI here, which cannot be loaded ({reason}); {_NO_MPI}"
         ) from error
+    if not MPI.Is_initialized():
+        raise ConfigError("mpi4py has not started MPI (MPI4PY_RC_INITIALIZE is off?); unset it, or call MPI.Init()")
     found = MPI.COMM_WORLD.Get_size()
     if found == 1 and ((size or 1) > 1 or (rank or 0) > 0):
         library = MPI.get_vendor()[0]

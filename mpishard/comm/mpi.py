@@ -27,7 +27,7 @@ from mpishard.array.dtypes import Array
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
 from mpishard.comm.pump import Flight, Post, Pump
-from mpishard.errors import ConfigError
+from mpishard.errors import CommError, ConfigError
 
 __all__ = ["CHUNK_BYTES", "MpiCommunicator"]
 
@@ -211,8 +211,14 @@ class MpiCommunicator(Communicator):
         os._exit(code)  # MPI is held by a call that does not return; the launcher ends the others
 
     def close(self) -> None:
-        """Free the duplicated communicator, and end the thread with its last user. Collective; again is free."""
+        """Free the duplicated communicator, and end the thread with its last user. Collective; again is free.
+
+        Raises:
+            CommError: a collective is still in flight.
+        """
         if not self._closed:
+            if self._pump.users == 1 and self._pump.busy():
+                raise CommError("the communicator was closed with collectives in flight; wait for all of them first")
             self._closed = True
             self._pump.call("close", self._mpi.Free)
             self._pump.leave()

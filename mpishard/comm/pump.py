@@ -120,6 +120,10 @@ class Pump:
         self.do(name, post)
         return results[0]
 
+    def busy(self) -> bool:
+        """Whether something was submitted that is not over."""
+        return bool(self._inbox) or any(not flight.done.is_set() for flight in self._flights)
+
     def attempt(self, function: Callable[[], None]) -> None:
         """Make a call that does not return; give up when the pump is held by another call."""
         if self._thread is None:

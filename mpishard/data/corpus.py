@@ -12,6 +12,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from mpishard.array.dtypes import Array
 from mpishard.data.tokenizer import ByteTokenizer
@@ -160,8 +161,12 @@ def ensure_default_corpus(directory: Path, limit: int = 0) -> Corpus:
 
 def _walk(root: Path, skipped: frozenset[str]) -> list[Document]:
     """Return every file below ``root`` that is neither hidden nor a link, sorted by name."""
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); make it readable or name other sources")
+
     documents = []
-    for parent, folders, files in os.walk(root):
+    for parent, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         for name in files:
             path = Path(parent, name)

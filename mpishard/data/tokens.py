@@ -138,6 +138,8 @@ class TokenFile:
         self.vocabulary: int = vocabulary
         self.checksum = header[_HEAD.size : _HEAD.size + _DIGEST_BYTES]
         self._head = header[: _HEAD.size]
+        #: names the file's format and contents, but not its place
+        self.identity = header[: _HEAD.size + _DIGEST_BYTES]
         mapped = np.memmap(self.path, dtype=np.uint8, mode="r")
         self.tokens: Array = np.asarray(mapped)[_HEADER_BYTES:].view(_DTYPES[width])
 
@@ -166,6 +168,8 @@ class TokenFile:
             yield self.tokens[start : start + _CHUNK]
 
     def _read_header(self) -> tuple[bytes, int]:
+        if self.path.is_fifo():  # opening it would wait for a writer
+            raise DataError(f"{self.path}: is no regular file; {_BUILD}")
         try:
             with self.path.open("rb") as file:
                 header = file.read(_HEADER_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -49,16 +50,18 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """The GPT: its shape, its initial values, and the blocks in which it is computed."""
 
-    layers: int = Field(default=4, ge=1, description="transformer blocks")
-    width: int = Field(default=128, ge=1, description="features of the residual stream; a multiple of heads")
-    heads: int = Field(default=4, ge=1, description="attention heads of a block")
-    sequence: int = Field(default=128, ge=1, description="tokens in a sequence")
-    vocabulary: int = Field(default=256, ge=1, description="tokens known; 256 for text as bytes")
+    layers: int = Field(default=4, ge=1, le=10_000, description="transformer blocks")
+    width: int = Field(
+        default=128, ge=1, le=100_000_000, description="features of the residual stream; a multiple of heads"
+    )
+    heads: int = Field(default=4, ge=1, le=100_000_000, description="attention heads of a block")
+    sequence: int = Field(default=128, ge=1, le=100_000_000, description="tokens in a sequence")
+    vocabulary: int = Field(default=256, ge=1, le=100_000_000, description="tokens known; 256 for text as bytes")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="share of activations that are dropped")
     gelu: Literal["tanh", "exact"] = Field(default="tanh", description="form of GELU; GPT-2 has tanh")
     attention_block: int = Field(default=64, ge=0, description="query rows computed at once; 0 = the whole sequence")
     head_chunk: int = Field(default=256, ge=1, description="tokens whose logits and loss are computed at once")
-    init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
+    init_std: float = Field(default=0.02, gt=0, le=100, description="standard deviation of the initial weights")
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -79,6 +82,9 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        for name, path in (("train", self.train), ("heldout", self.heldout)):
+            if "\0" in path or path.encode(errors="replace").decode() != path:
+                raise ConfigError(f"data.{name} is {path!r}; it must be a path in UTF-8: rename the file")
         if bool(self.train) != bool(self.heldout):
             given, absent = ("train", "heldout") if self.train else ("heldout", "train")
             raise ConfigError(
@@ -118,8 +124,10 @@ class TrainConfig(_Section):
     """How long, in what batches, and what is measured on the way."""
 
     steps: int = Field(default=200, ge=1, description="steps of the optimizer")
-    global_batch: int = Field(default=16, ge=1, description="sequences in a step, over all ranks")
-    micro_batch: int = Field(default=4, ge=1, description="sequences in one pass on one rank; divides global_batch")
+    global_batch: int = Field(default=16, ge=1, le=10_000_000, description="sequences in a step, over all ranks")
+    micro_batch: int = Field(
+        default=4, ge=1, le=10_000_000, description="sequences in one pass on one rank; divides global_batch"
+    )
     seed: int = Field(default=0, ge=0, lt=2**32, description="selects initial weights, data order and dropout")
     heldout_every: int = Field(default=0, ge=0, description="steps between held-out losses; 0 = only at the end")
     heldout_batches: int = Field(default=8, ge=1, description="global batches in a held-out loss, at most")
@@ -308,7 +316,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise ConfigError(f"--set {override} cannot be read; it must be section.key=value, as in train.steps=100")
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number of thousands of digits, or thousands of brackets
         table = {"value": text.strip()}
     # a line break in the text could smuggle in a second key
     return {section: {key: table["value"] if len(table) == 1 else text}}
@@ -317,14 +325,16 @@ def _parse_override(override: str) -> dict[str, Any]:
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
         table: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: is no TOML ({error}); mend that line") from None
     return table
 
 
 def _read(path: Path) -> str:
+    if path.is_fifo():  # opening it would wait for a writer
+        raise ConfigError(f"{path}: is no regular file; name a TOML file with --config")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a TOML file with --config") from None
     except UnicodeDecodeError:
@@ -338,5 +348,9 @@ def _preset_files() -> dict[str, str]:
 
 
 def _divisors(number: int) -> str:
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    found = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    found = sorted({*found, *(number // n for n in found)})
+    if len(found) == 1:
+        return str(found[0])
+    shown = [str(n) for n in found] if len(found) <= 12 else [*map(str, found[:11]), "...", str(found[-1])]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}"

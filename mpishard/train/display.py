@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -51,9 +52,9 @@ def curve_table(points: Sequence[tuple[int, float, float | None]]) -> Table:
     table.add_column("training", justify="right")
     table.add_column("held-out", justify="right")
     table.add_column("", min_width=30)
-    highest = max(loss for _, loss, _ in points)
+    highest = max((loss for _, loss, _ in points if math.isfinite(loss)), default=0.0)
     for step, loss, heldout in points:
-        bar = "█" * round(30 * loss / highest) if loss == loss else ""
+        bar = "█" * round(30 * loss / highest) if math.isfinite(loss) and highest > 0 else ""
         table.add_row(str(step), f"{loss:.4f}", "" if heldout is None else f"{heldout:.4f}", bar)
     return table
 

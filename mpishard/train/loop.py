@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from mpishard.comm.base import Communicator
 from mpishard.data.corpus import ensure_default_corpus
 from mpishard.data.loader import Batches
 from mpishard.data.tokenizer import ByteTokenizer
-from mpishard.errors import DataError
+from mpishard.errors import ConfigError
 from mpishard.models.gpt2 import Gpt2, gpt2
 from mpishard.nn.model import Model
 from mpishard.optim.adamw import AdamW
@@ -27,8 +28,9 @@ from mpishard.shard.schedule import Settings
 from mpishard.train.config import Config, ModelConfig, check_ranks, dump_toml
 from mpishard.train.display import console, curve_table, memory_table, progress_line, size
 from mpishard.train.metrics import RunDirectory
+from mpishard.train.room import LESS, check_room, planned_memory
 from mpishard.train.sample import sample
-from mpishard.train.together import on_rank_zero, together
+from mpishard.train.together import on_rank_zero, same_on_all_ranks, together
 
 __all__ = ["build_model", "run"]
 
@@ -64,19 +66,29 @@ def run(config: Config, run_dir: Path, comm: Communicator) -> int:
     model = build_model(config.model)
     optimizer = AdamW(optim.beta1, optim.beta2, optim.eps, optim.decay, optim.clip)
     settings = Settings(config.shard.strategy, config.shard.prefetch, config.shard.recompute)
-    engine = Engine(
-        model,
-        comm,
-        comm.ops,
-        optimizer,
-        settings,
-        micro_batch=train.micro_batch,
-        global_batch=train.global_batch,
-        seed=train.seed,
-        poison=config.debug.poison,
-    )
-    whole = replace(settings, strategy="no_shard")
-    unsharded = Engine.rehearsed(model, comm, comm.ops, optimizer, whole, micro_batch=train.micro_batch).memory()
+
+    def plan(settings: Settings) -> dict[str, int]:
+        return planned_memory(model, comm, optimizer, settings, train.micro_batch)
+
+    held = together(comm, lambda: plan(settings))
+    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size))
+    unsharded = together(comm, lambda: plan(replace(settings, strategy="no_shard")))
+    try:
+        engine = Engine(
+            model,
+            comm,
+            comm.ops,
+            optimizer,
+            settings,
+            micro_batch=train.micro_batch,
+            global_batch=train.global_batch,
+            seed=train.seed,
+            poison=config.debug.poison,
+        )
+    except MemoryError:
+        # One rank may fail alone, and the others would wait for it.
+        comm.abort(f"mpishard: rank {comm.rank} cannot get the {size(sum(held.values()))} that it needs; {LESS}", 2)
+        raise
     # Nothing is written for a run that cannot start.
     directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config)))
     session = _Run(config, comm, engine, training, heldout, unsharded, directory)
@@ -86,10 +98,19 @@ def run(config: Config, run_dir: Path, comm: Communicator) -> int:
         else:
             with directory:
                 session.train()
-    except DataError as error:
-        # One rank's data are bad in the middle of a step: the others wait in a collective.
-        comm.abort(f"mpishard: {error}", 2)
+    except (ConfigError, OSError) as error:
+        # One rank has found this, in the middle of a step or while it wrote: the others wait in a collective.
+        if isinstance(error, BrokenPipeError):
+            raise
+        comm.abort(f"mpishard: {_line(error)}", 2)
     return 0
+
+
+def _line(error: ConfigError | OSError) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    where = error.filename or "the run's output"
+    return f"{where}: cannot be written ({error.strerror}); make room, or choose another --run-dir"
 
 
 def _open_data(config: Config, run_dir: Path, comm: Communicator) -> tuple[Batches, Batches]:
@@ -108,12 +129,15 @@ def _open_data(config: Config, run_dir: Path, comm: Communicator) -> tuple[Batch
             Batches.open(paths[0], *shape, **common, seed=seed, epochs=config.data.epochs),
             Batches.open(paths[1], *shape, **common, seed=0, epochs=1),
         )
-        if comm.rank == 0:
+        if comm.node.local_rank == 0:  # the file may be another one on each node
             for batches in both:
                 batches.file.verify()
         return both
 
-    return together(comm, open_both)
+    opened = together(comm, open_both)
+    names = ("training", "held-out")
+    same_on_all_ranks(comm, [f"{name} file {b.file.identity.hex()}" for name, b in zip(names, opened, strict=True)])
+    return opened
 
 
 @dataclass
@@ -228,20 +252,6 @@ class _Run:
         if self.directory is None:
             return
         loss = heldout.loss if heldout else float("nan")
-        out = console()
-        out.print()
-        out.print(curve_table(self.points))
-        out.print(memory_table(ranks, self.unsharded, self.config.shard.strategy))
-        if text is not None:
-            out.rule("sample", align="left")
-            out.print(text, markup=False)
-            out.rule()
-        print(
-            f"steps {self.engine.steps}, {rate:.0f} tokens/s, {seconds:.1f} s\n"
-            f"held-out loss {loss:.4f} nats a token over {heldout.tokens if heldout else 0} tokens\n"
-            f"checksum {checksum} (parameters and moments)",
-            flush=True,
-        )
         self.directory.report(
             {
                 "steps": self.engine.steps,
@@ -256,6 +266,23 @@ class _Run:
                 "sample": text,
             }
         )
+        out = console()
+        out.print()
+        out.print(curve_table(self.points))
+        out.print(memory_table(ranks, self.unsharded, self.config.shard.strategy))
+        if text is not None:
+            out.rule("sample", align="left")
+            out.print(text, markup=False)
+            out.rule()
+        print(
+            f"steps {self.engine.steps}, {rate:.0f} tokens/s, {seconds:.1f} s\n"
+            f"held-out loss {loss:.4f} nats a token over {heldout.tokens if heldout else 0} tokens\n"
+            f"checksum {checksum} (parameters and moments)",
+            flush=True,
+        )
+        if not math.isfinite(loss) or self.engine.updates < self.engine.steps:
+            skipped = self.engine.steps - self.engine.updates
+            print(f"the run diverged ({skipped} updates skipped); try a lower optim.lr or a longer optim.warmup")
 
     def _sample(self) -> str | None:
         """Text after a line break, where tokens are bytes and some were asked for."""

@@ -28,10 +28,15 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         # "x": of two runs that begin at once in one directory, one is refused.
         try:
-            with (path / _CONFIG).open("x", encoding="utf-8") as file:
-                file.write(config)
+            file = (path / _CONFIG).open("x", encoding="utf-8")
         except FileExistsError:
             raise ConfigError(f"{path} is being used by another run; choose another --run-dir") from None
+        try:
+            with file:
+                file.write(config)
+        except OSError:
+            (path / _CONFIG).unlink()  # else the directory would seem to hold a run
+            raise
         self._file = (path / _METRICS).open("x", encoding="utf-8", buffering=1)
 
     @staticmethod

@@ -10,7 +10,9 @@ __all__ = ["sample"]
 
 
 def sample(engine: Engine, prompt: list[int], count: int, *, temperature: float = 0.8, seed: int = 0) -> list[int]:
-    """Return the prompt and ``count`` tokens after it, each drawn given the last T - 1 before it. Collective.
+    """Return the prompt and ``count`` tokens after it, each drawn given at most T before it. Collective.
+
+    Fewer are returned by a model whose predictions are not finite.
 
     Args:
         prompt: at least one token.
@@ -25,6 +27,8 @@ def sample(engine: Engine, prompt: list[int], count: int, *, temperature: float 
         # What stands after the last token is not seen by it: attention is causal.
         window[: len(recent)] = recent
         logits = engine.predict(window, len(recent) - 1).astype(np.float64) / temperature
+        if not np.isfinite(logits).all():
+            break  # the model has diverged; every rank sees the same logits and stops here
         weights = np.exp(logits - logits.max())
         total = np.cumsum(weights)
         tokens.append(int(np.searchsorted(total, generator.random() * total[-1], side="right")))

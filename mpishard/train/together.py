@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from mpishard.comm.base import Communicator
 from mpishard.errors import ConfigError
 
-__all__ = ["on_rank_zero", "together"]
+__all__ = ["on_rank_zero", "same_on_all_ranks", "together"]
 
 _RECORD = 2048  # bytes of the message that ranks exchange
 _Result = TypeVar("_Result")
@@ -36,6 +37,27 @@ def on_rank_zero(comm: Communicator, action: Callable[[], _Result]) -> _Result |
     result, message = _attempt(action) if comm.rank == 0 else (None, "")
     _agree(comm, message)
     return result[0] if result is not None else None
+
+
+def same_on_all_ranks(comm: Communicator, lines: Sequence[str]) -> None:
+    """Compare lines such as ``key = value`` between ranks. Collective.
+
+    Raises:
+        ConfigError: on all ranks, naming the first rank that differs from rank 0, and the first line.
+    """
+    text = "\n".join(lines).encode(errors="replace")
+    lengths = [int.from_bytes(record, "little") for record in comm.exchange(len(text).to_bytes(8, "little"))]
+    texts = [
+        record[:length].decode(errors="replace")
+        for record, length in zip(comm.exchange(text.ljust(max(lengths), b"\0")), lengths, strict=True)
+    ]
+    first = texts[0].split("\n")
+    for rank, other in enumerate(texts):
+        for theirs, mine in zip_longest(other.split("\n"), first, fillvalue="nothing more"):
+            if theirs != mine:
+                raise ConfigError(
+                    f"rank {rank} has {theirs}, rank 0 has {mine}; start all ranks with the same settings and data"
+                )
 
 
 def _attempt(action: Callable[[], _Result]) -> tuple[tuple[_Result] | None, str]:

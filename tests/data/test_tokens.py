@@ -1,3 +1,4 @@
+import os
 import struct
 from pathlib import Path
 
@@ -156,3 +157,9 @@ def test_a_missing_file_is_named_with_its_remedy(tmp_path):
         TokenFile(tmp_path / "none.tokens")
     with pytest.raises(DataError, match="cannot be read"):
         TokenFile(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is no regular file"):
+        TokenFile(tmp_path / "pipe")

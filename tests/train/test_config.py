@@ -1,9 +1,12 @@
+import os
+
 import pytest
 from pydantic import ValidationError
 
 from mpishard.errors import ConfigError
 from mpishard.train.config import (
     Config,
+    DataConfig,
     ModelConfig,
     check_ranks,
     dump_toml,
@@ -255,3 +258,29 @@ def test_ranks_that_do_not_divide_the_micro_batches_are_told_what_does(size):
         "12 micro-batches a step (train.global_batch 24 / train.micro_batch 2) cannot be dealt evenly "
         f"to {size} ranks; use 1, 2, 3, 4, 6 or 12 ranks, or change the batches"
     )
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000], ids=["digits", "brackets"])
+def test_what_toml_cannot_hold_is_text(value):
+    assert "it must be a whole number" in said(f"train.steps={value}")
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n", encoding="utf-8-sig")
+    assert load(tmp_path / "a.toml").train.steps == 3
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "is no regular file" in said(config_file=tmp_path / "pipe")
+
+
+def test_divisors_of_large_numbers_are_found_at_once_and_not_all_shown():
+    told = said("train.global_batch=7207200", "train.micro_batch=11000")
+    assert told.endswith("use one of 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ... or 7207200")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\udcff.tokens"])
+def test_a_path_that_cannot_be_written_down_is_refused(path):
+    with pytest.raises(ConfigError, match="a path in UTF-8"):
+        DataConfig(train=path, heldout="x")

@@ -128,3 +128,51 @@ def test_sampling_needs_bytes():
 def test_poison_changes_nothing(tmp_path, files):
     plain = train(tmp_path / "plain", files)[1]["checksum"]
     assert train(tmp_path / "poisoned", files, "debug.poison=true", ranks=2)[1]["checksum"] == plain
+
+
+def test_a_diverged_run_says_so_and_keeps_its_report(tmp_path, capsys):
+    options = ["model.vocabulary=256", "model.sequence=16", "train.sample=20", "optim.lr=1e30", "optim.warmup=0"]
+    _, report = train(tmp_path / "run", [], *options)
+    assert report["updates"] < report["steps"] == 6
+    assert report["heldout_loss"] is None
+    assert "the run diverged" in capsys.readouterr().out
+
+
+def test_ranks_with_other_token_files_are_refused(tmp_path, files):
+    write_tokens(tmp_path / "other.tokens", [np.zeros(361, np.uint8)], 29)
+
+    def main(comm):
+        own = [f"data.train={tmp_path}/other.tokens"] if comm.rank == 1 else []
+        with pytest.raises(ConfigError, match=r"rank 1 has training file .*, rank 0 has training file"):
+            loop.run(load(None, None, [*SMALL, *files, *own]), tmp_path / "run", comm)
+
+    run_threads(2, main)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_copy_of_a_token_file_is_the_same_file(tmp_path, files):
+    copy = tmp_path / "copy.tokens"
+    copy.write_bytes((tmp_path / "train.tokens").read_bytes())
+    checksum = train(tmp_path / "a", files)[1]["checksum"]
+    assert train(tmp_path / "b", [*files, f"data.train={copy}"])[1]["checksum"] == checksum
+
+
+def test_more_than_the_machine_has_is_refused(tmp_path, files):
+    with pytest.raises(ConfigError, match="a rank needs"):
+        train(tmp_path / "run", files, "model.width=60000", "model.heads=1", ranks=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_ends_the_run_with_a_line(tmp_path, files, monkeypatch):
+    said = []
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", str(tmp_path / "metrics.jsonl"))
+
+    monkeypatch.setattr(loop.RunDirectory, "write", full)
+    comm = LocalCommunicator(NumpyOps())
+    monkeypatch.setattr(comm, "abort", lambda message, code: said.append((message, code)))
+    loop.run(load(None, None, [*SMALL, *files]), tmp_path / "run", comm)
+    ((message, code),) = said
+    assert code == 2
+    assert "metrics.jsonl: cannot be written (No space left on device); make room" in message
