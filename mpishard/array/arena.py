@@ -32,7 +32,7 @@ CATEGORIES = (
     "staging",
 )
 STACKS = ("saved", "workspace")
-_UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made
+_UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made, where the address space has room
 _BYTES = np.dtype(np.uint8)
 _NAN = 255  # every byte of it: a NaN in each floating type, -1 in signed integers
 
@@ -112,7 +112,7 @@ class Arena:
         self._held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._held["workspace"] = ops.own_bytes
         self._planning = peaks is None
-        sizes = dict.fromkeys(STACKS, _UNPLANNED) if peaks is None else peaks
+        sizes = dict.fromkeys(STACKS, min(_UNPLANNED, ops.room // 4)) if peaks is None else peaks
         self._stacks = {
             name: Stack(name, ops.empty(sizes[name], _BYTES), ops, poison) for name in STACKS
         }

@@ -71,6 +71,11 @@ class Ops(ABC):
     #: bytes of scratch that the backend holds for itself
     own_bytes: int = 0
 
+    @property
+    def room(self) -> int:
+        """Bytes that :meth:`empty` could give in all, as far as the backend knows."""
+        return 1 << 62
+
     def _note(self, operation: str, flops: float, nbytes: float) -> None:  # noqa: B027
         """Record a cost; backends that compute do not."""
 

@@ -31,7 +31,7 @@ def _mapping() -> Array:
         try:
             return np.frombuffer(mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
         except (OSError, ValueError):  # noqa: PERF203
-            size //= 4
+            size //= 2
             if size < 1 << 28:
                 raise
 
@@ -50,6 +50,11 @@ class ShapeOps(Ops):
         self._space = _mapping()
         self._used = 0
 
+    @property
+    def room(self) -> int:
+        """Bytes of address space in all; a limit of the system makes it smaller."""
+        return int(self._space.size)
+
     def _note(self, operation: str, flops: float, nbytes: float) -> None:
         cost = self.costs.setdefault(operation, [0.0, 0.0, 0.0])
         cost[0] += 1
@@ -62,7 +67,9 @@ class ShapeOps(Ops):
         start = self._used
         self._used = -(-(start + nbytes) // 64) * 64
         if self._used > self._space.size:
-            raise ArenaError(f"a plan of more than {self._space.size} bytes does not fit the address space")
+            raise ArenaError(
+                f"a plan of more than {self._space.size} bytes does not fit the address space (ulimit -v limits it?)"
+            )
         view: Array = self._space[start : start + nbytes].view(dtype)
         return view
 

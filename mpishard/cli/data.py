@@ -34,13 +34,22 @@ def data() -> None:
     help="Share of the files (of the bytes, for a single file) that is held out; between 0 and 1.",
 )
 def build(sources: Sequence[Path], out: Path, heldout_fraction: float) -> int:
-    """Make train.tokens and heldout.tokens, one token per byte, from text."""
+    """Make train.tokens and heldout.tokens, one token per byte, from text. Files of these names are replaced."""
     from mpishard.data.corpus import build_corpus
     from mpishard.data.tokens import TokenFile
 
     corpus = build_corpus(out, sources or None, heldout_fraction)
-    for path in (corpus.train, corpus.heldout):
-        click.echo(f"{path}: {len(TokenFile(path))} tokens")
+    train, heldout = len(TokenFile(corpus.train)), len(TokenFile(corpus.heldout))
+    share = heldout / (train + heldout)
+    click.echo(f"{corpus.train}: {train} tokens")
+    click.echo(f"{corpus.heldout}: {heldout} tokens, {share:.1%}")
+    if corpus.left_out:
+        click.echo(f"left out: {corpus.left_out} files that are not UTF-8 text; a file named by itself is always taken")
+    if not heldout_fraction / 3 < share < heldout_fraction * 3:
+        click.echo(
+            f"note: {heldout_fraction:.1%} was to be held out, and files are held out whole; "
+            "with few files the share is what it is: join them into one file to cut it exactly"
+        )
     return 0
 
 

@@ -37,10 +37,11 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True)
 class Corpus:
-    """The two token files of a corpus."""
+    """The two token files of a corpus, and how many files in its folders were no UTF-8 text."""
 
     train: Path
     heldout: Path
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,9 +134,9 @@ def build_corpus(
     """
     if not 0.0 < heldout_fraction < 1.0:
         raise ConfigError(f"the held-out fraction is {heldout_fraction}; it must lie between 0 and 1, 0.05 say")
-    documents = standard_library(limit) if sources is None else _documents(sources)
+    documents, left_out = (standard_library(limit), 0) if sources is None else _documents(sources)
     train, heldout = _split(documents, heldout_fraction)
-    corpus = Corpus(directory / "train.tokens", directory / "heldout.tokens")
+    corpus = Corpus(directory / "train.tokens", directory / "heldout.tokens", left_out)
     write_tokens(corpus.heldout, _tokens(heldout), ByteTokenizer.vocabulary)
     write_tokens(corpus.train, _tokens(train), ByteTokenizer.vocabulary)
     return corpus
@@ -175,17 +176,22 @@ def _walk(root: Path, skipped: frozenset[str]) -> list[Document]:
     return sorted(documents, key=lambda document: document.name)
 
 
-def _documents(sources: Sequence[Path]) -> list[Document]:
+def _documents(sources: Sequence[Path]) -> tuple[list[Document], int]:
+    """Return what the sources hold, and how many files of folders were left out."""
     documents: list[Document] = []
+    left_out = 0
     for source in sources:
         if source.is_dir():
-            documents += [document for document in _walk(source, frozenset()) if _is_text(document)]
+            found = _walk(source, frozenset())
+            texts = [document for document in found if _is_text(document)]
+            documents += texts
+            left_out += len(found) - len(texts)
         elif source.is_file():
             documents.append(Document(source.name, source, 0, source.stat().st_size))
         else:
             raise DataError(f"{source}: there is no such file or folder; name text files or folders of them")
     # a file that is named twice must not be trained on and held out
-    return list({document.path.resolve(): document for document in documents}.values())
+    return list({document.path.resolve(): document for document in documents}.values()), left_out
 
 
 def _is_text(document: Document) -> bool:

@@ -14,9 +14,13 @@ from mpishard.shard.results import StepResult
 __all__ = ["console", "curve_table", "duration", "memory_table", "progress_line", "size"]
 
 
-def console() -> Console:
-    """Return a console for standard output; wide enough for the tables where it is no terminal."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 110, highlight=False, soft_wrap=False)
+def console(launched: bool) -> Console:
+    """Return a console for standard output; wide enough for the tables where it is no terminal.
+
+    Some launchers give their ranks terminals of their own, whose codes would end up in a log: ``launched`` says so.
+    """
+    terminal = sys.stdout.isatty() and not launched
+    return Console(file=sys.stdout, width=None if terminal else 110, force_terminal=terminal, highlight=False)
 
 
 def size(count: float) -> str:
@@ -61,7 +65,8 @@ def curve_table(points: Sequence[tuple[int, float, float | None]]) -> Table:
 
 def memory_table(ranks: Sequence[Mapping[str, int]], whole: Mapping[str, int], strategy: str) -> Table:
     """Return bytes by category: each rank's (the first few), and what a rank holds where nothing is sharded."""
-    table = Table(title=f"Memory by category ({strategy}, {len(ranks)} ranks)", title_justify="left")
+    many = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    table = Table(title=f"Memory by category ({strategy}, {many})", title_justify="left")
     table.add_column("category")
     shown = ranks[:4]
     for rank, _ in enumerate(shown):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from mpishard.shard.schedule import Settings
 from mpishard.train.config import Config, ModelConfig, check_ranks, dump_toml
 from mpishard.train.display import console, curve_table, memory_table, progress_line, size
 from mpishard.train.metrics import RunDirectory
-from mpishard.train.room import LESS, check_room, planned_memory
+from mpishard.train.room import LESS, check_room, planned_memory, thread_warning
 from mpishard.train.sample import sample
 from mpishard.train.together import on_rank_zero, same_on_all_ranks, together
 
@@ -73,6 +74,8 @@ def run(config: Config, run_dir: Path, comm: Communicator) -> int:
     held = together(comm, lambda: plan(settings))
     together(comm, lambda: check_room(sum(held.values()), comm.node.local_size))
     unsharded = together(comm, lambda: plan(replace(settings, strategy="no_shard")))
+    if comm.rank == 0:
+        _introduce(config, comm, model, training, heldout, (held, unsharded))
     try:
         engine = Engine(
             model,
@@ -111,6 +114,27 @@ def _line(error: ConfigError | OSError) -> str:
         return str(error)
     where = error.filename or "the run's output"
     return f"{where}: cannot be written ({error.strerror}); make room, or choose another --run-dir"
+
+
+def _introduce(
+    config: Config,
+    comm: Communicator,
+    model: Model,
+    training: Batches,
+    heldout: Batches,
+    planned: tuple[dict[str, int], dict[str, int]],
+) -> None:
+    """Say what is about to be trained, before any memory is taken for it."""
+    shard, (held, unsharded) = config.shard, planned
+    print(
+        f"mpishard: {model.parameters:,} parameters, {comm.size} rank{'s' if comm.size > 1 else ''} "
+        f"({comm.transport}), {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}\n"
+        f"data: {len(training.file):,} training and {len(heldout.file):,} held-out tokens; "
+        f"memory: {size(sum(held.values()))} a rank, {size(sum(unsharded.values()))} unsharded",
+        flush=True,
+    )
+    if warning := thread_warning(comm.node.local_size):
+        print(f"mpishard: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def _open_data(config: Config, run_dir: Path, comm: Communicator) -> tuple[Batches, Batches]:
@@ -157,7 +181,8 @@ class _Run:
         """Step until the steps or the data end, then report."""
         train = self.config.train
         rate = WarmupCosine(self.config.optim.lr, self.config.optim.lr_min, self.config.optim.warmup, train.steps)
-        self._introduce()
+        if self.directory:
+            print(f"run directory: {self.directory.path}", flush=True)
         began = time.perf_counter()
         spacing = max(1, train.steps // 12)
         recent: list[float] = []
@@ -206,20 +231,6 @@ class _Run:
 
         return feed
 
-    def _introduce(self) -> None:
-        if self.directory is None:
-            return
-        model, shard, comm = self.engine.model, self.config.shard, self.comm
-        held = self.engine.memory()
-        print(
-            f"mpishard: {model.parameters:,} parameters, {comm.size} rank{'s' if comm.size > 1 else ''} "
-            f"({comm.transport}), {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}\n"
-            f"data: {len(self.training.file):,} training and {len(self.heldout.file):,} held-out tokens; "
-            f"memory: {size(sum(held.values()))} a rank, {size(sum(self.unsharded.values()))} unsharded\n"
-            f"run directory: {self.directory.path}",
-            flush=True,
-        )
-
     def _record(self, result: StepResult, heldout: Evaluation | None) -> None:
         if self.directory is None:
             return
@@ -266,7 +277,7 @@ class _Run:
                 "sample": text,
             }
         )
-        out = console()
+        out = console(launched=self.comm.size > 1)
         out.print()
         out.print(curve_table(self.points))
         out.print(memory_table(ranks, self.unsharded, self.config.shard.strategy))

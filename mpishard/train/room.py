@@ -13,10 +13,12 @@ from mpishard.shard.results import Optimizer
 from mpishard.shard.schedule import Settings
 from mpishard.train.display import size
 
-__all__ = ["LESS", "check_room", "planned_memory", "room"]
+__all__ = ["LESS", "check_room", "planned_memory", "room", "thread_warning"]
 
 #: what helps where memory does not suffice
 LESS = 'use more ranks or nodes, a smaller train.micro_batch, or shard.recompute = "block"'
+#: in the order in which OpenBLAS asks them
+_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -41,6 +43,21 @@ def room() -> int:
         return min(physical, int(_CONTROL_GROUP.read_text()))
     except (OSError, ValueError):  # no control groups, or no limit
         return physical
+
+
+def thread_warning(ranks: int) -> str:
+    """Return a warning where ``ranks`` ranks of this machine start more BLAS threads than they have cores, or ""."""
+    cores = len(os.sched_getaffinity(0))
+    # A launcher that binds ranks gives each its own cores; else they share what there is.
+    own = cores if cores < (os.cpu_count() or 1) else max(1, cores // ranks)
+    set_to = next((value for name in _THREADS if (value := os.environ.get(name, "")).isdecimal()), "")
+    threads = int(set_to or cores)
+    if ranks == 1 or threads <= own:
+        return ""
+    return (
+        f"each of {ranks} ranks on this machine starts {threads} BLAS threads and has {own} "
+        f"core{'s' if own > 1 else ''}, which makes it many times slower; set OPENBLAS_NUM_THREADS={own}"
+    )
 
 
 def check_room(held: int, ranks: int) -> None:

@@ -1,21 +1,18 @@
 import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
-import mpishard
 from mpishard.cli import main, program
 from mpishard.cli.options import setting_rows
 from mpishard.cli.train import agree_run_dir
 from mpishard.comm.local import LocalCommunicator
 from mpishard.errors import ConfigError, DataError, EngineError
 from mpishard.train.config import dump_toml, load, presets, sections
-
-ROOT = Path(mpishard.__file__).parents[1]
+from tests.cli.processes import fresh
 
 
 class Job:
@@ -103,16 +100,6 @@ def test_a_row_of_the_help_says_what_it_is_what_it_takes_and_the_default():
         "steps of the optimizer (a whole number, at least 1) [default: 200]"
     )
     assert dict(setting_rows("shard"))["shard.strategy"].endswith('(full_shard or no_shard) [default: "full_shard"]')
-
-
-def fresh(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def test_help_starts_nothing():
@@ -249,36 +236,6 @@ def test_an_interrupt_is_exit_code_130(call, job, monkeypatch):
     assert call("train")[0] == 130
 
 
-def mpiexec(*arguments):
-    """Two ranks of this interpreter under its environment's own launcher."""
-    launcher = Path(sys.executable).with_name("mpiexec")
-    if not launcher.exists():
-        pytest.skip("no mpiexec beside the interpreter: the MPI is the system's")
-    command = [launcher, "-n", "2", sys.executable, *arguments]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
-
-
-def test_a_mistake_under_mpiexec_is_told_once_and_ends_all_ranks():
-    done = mpiexec("-m", "mpishard", "train", "--set", "train.steps=x")
-    assert done.returncode == 2
-    assert done.stderr.count("mpishard: train.steps is") == 1
-    assert "Traceback" not in done.stderr
-
-
-def test_a_file_that_one_rank_cannot_read_ends_all_ranks(tmp_path):
-    (tmp_path / "0.toml").write_text("[model]\nlayers = 1\n")
-    code = (
-        "from mpishard.cli import main\n"
-        "from mpishard.comm.launch import environment_rank\n"
-        f"main(['train', '--config', f'{tmp_path}/{{environment_rank()}}.toml'])"
-    )
-    done = mpiexec("-c", code)
-    assert done.returncode == 2
-    assert done.stderr.count("1.toml: cannot be read") == 1
-
-
 # --- the run directory of several ranks
 
 
@@ -321,7 +278,7 @@ def test_data_build_and_inspect(call, tmp_path):
     (tmp_path / "book.txt").write_bytes(b"0123456789" * 10)
     code, out, err = call("data", "build", "--source", "book.txt", "--out", "made", "--heldout-fraction", "0.2")
     assert (code, err) == (0, "")
-    assert out == "made/train.tokens: 80 tokens\nmade/heldout.tokens: 20 tokens\n"
+    assert out == "made/train.tokens: 80 tokens\nmade/heldout.tokens: 20 tokens, 20.0%\n"
     code, out, err = call("data", "inspect", "made/heldout.tokens")
     assert (code, err) == (0, "")
     assert re.fullmatch(
@@ -329,6 +286,16 @@ def test_data_build_and_inspect(call, tmp_path):
         r"begins      '01234567890123456789'\n",
         out,
     )
+
+
+def test_data_build_tells_what_it_left_out_and_what_it_could_not_split(call, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name, content in (("a.txt", b"a" * 10), ("b.txt", b"b" * 90), ("c.bin", b"\xff\xfe")):
+        (tmp_path / "texts" / name).write_bytes(content)
+    code, out, _ = call("data", "build", "--source", "texts", "--out", "made", "--heldout-fraction", "0.01")
+    assert code == 0
+    assert "left out: 1 files that are not UTF-8 text" in out
+    assert "note: 1.0% was to be held out, and files are held out whole" in out
 
 
 def test_inspect_verifies(call, tmp_path):
@@ -339,79 +306,3 @@ def test_inspect_verifies(call, tmp_path):
     code, out, err = call("data", "inspect", path)
     assert (code, out) == (2, "")
     assert "the file is damaged" in err
-
-
-# --- ranks that are told different things, or leave
-
-BY_RANK = """
-import sys
-from mpishard.cli import main
-from mpishard.comm.launch import environment_rank
-arguments = sys.argv[1:]
-if environment_rank() == 1:
-    arguments += {extra!r}
-main(arguments)
-"""
-
-
-@pytest.mark.parametrize(
-    ("extra", "told"),
-    [
-        ("train.steps=4", "rank 1 has train.steps = 4, rank 0 has train.steps = 3"),
-        ("train.global_batch=4", "rank 1 has train.global_batch = 4, rank 0 has train.global_batch = 12"),
-        ("optim.lr=0.5", "rank 1 has optim.lr = 0.5, rank 0 has optim.lr = "),
-        ("comm.transport=local", "rank 1 has comm.transport = local, rank 0 has comm.transport = auto"),
-    ],
-)
-def test_a_rank_with_another_setting_is_named_and_nothing_is_written(tmp_path, extra, told):
-    script = tmp_path / "by_rank.py"
-    script.write_text(BY_RANK.format(extra=["--set", extra]))
-    done = mpiexec(
-        str(script), "train", "--preset", "tiny", "--set", "train.steps=3", "--run-dir", str(tmp_path / "run")
-    )
-    assert done.returncode == 2
-    assert done.stderr.count(told) == 1
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-LEAVES = """
-import sys
-from mpishard.cli import main
-from mpishard.comm.launch import environment_rank
-from mpishard.data.loader import Batches
-read = Batches.read
-def leaves(self, step, micro, *arrays):
-    if step == 2 and environment_rank() == 1:
-        raise {error}
-    return read(self, step, micro, *arrays)
-Batches.read = leaves
-main(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize(
-    "error", ["KeyboardInterrupt", "EOFError", "BrokenPipeError", "SystemExit(3)", "ValueError('x')", "MemoryError"]
-)
-def test_a_rank_that_leaves_ends_all(tmp_path, error):
-    script = tmp_path / "leaves.py"
-    script.write_text(LEAVES.format(error=error))
-    done = mpiexec(str(script), "train", "--preset", "tiny", "--run-dir", str(tmp_path / "run"))  # has its time limit
-    assert done.returncode != 0
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_output_that_cannot_hold_the_text_loses_nothing(tmp_path, encoding):
-    options = ["--preset", "tiny", "--set", "train.steps=2", "--set", "train.sample=30"]
-    options += ["--run-dir", str(tmp_path / "r")]
-    done = fresh("-m", "mpishard", "train", *options, PYTHONIOENCODING=encoding)
-    assert done.returncode == 0, done.stderr
-    assert "checksum" in done.stdout
-    assert (tmp_path / "r" / "report.json").exists()
-
-
-def test_a_closed_output_loses_nothing(tmp_path):
-    options = ["train", "--preset", "tiny", "--set", "train.steps=2", "--run-dir", str(tmp_path / "r")]
-    code = f"import os, sys; sys.stdout = None\nfrom mpishard.cli import main\nmain({options!r})"
-    assert fresh("-c", code).returncode == 0
-    assert (tmp_path / "r" / "report.json").exists()
