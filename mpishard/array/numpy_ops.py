@@ -107,7 +107,7 @@ class NumpyOps(NumpyShardOps):
 
     def _erf(self, u: Array, t: Array) -> None:
         """``t = erf(u / sqrt(2))``, in pieces: erf works in temporaries of its own."""
-        for piece in self._tiles(u.size, 1024):
+        for piece in self._tiles(u.size, 512):
             t[piece] = erf(u[piece] * math.sqrt(0.5))
 
     def _gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool) -> None:
@@ -256,7 +256,7 @@ class NumpyOps(NumpyShardOps):
     # --- loss
 
     def _cross_entropy(self, logits_: Array, targets: Array, losses: Array, scale: float, gradient: bool) -> None:
-        for rows in self._tiles(targets.size, 4096):
+        for rows in self._tiles(targets.size, 2048):
             z, target = logits_[rows], targets[rows]
             ignored = target == IGNORE
             index = np.where(ignored, 0, target)

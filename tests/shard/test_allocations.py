@@ -6,6 +6,7 @@ size of the model. Activations, logits, gradients and the parameters' matrices h
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.local import LocalCommunicator
 from mpishard.models.gpt2 import Gpt2
 from mpishard.shard.schedule import Settings
-from tests.shard.tracing import BOUND, growths
+from tests.shard.tracing import BOUND, OPERATION_BOUND, growths, watched_ops
 from tests.shard.training import Job
 
 MANY_TOKENS = Gpt2(layers=1, width=40, heads=1, sequence=256, vocabulary=2000, dropout=0.1, head_chunk=1024)
@@ -48,6 +49,23 @@ def test_nothing_large_is_allocated(sizes: Gpt2, micro_batch: int, settings: Set
     growth = growths(job.engine(LocalCommunicator(NumpyOps())), job)
     assert max(growth.values()) < BOUND, growth
     assert growth["what is left"] < 8192
+
+
+@pytest.mark.parametrize("sizes", [MANY_TOKENS, AT_ONCE], ids=["many tokens", "at once"])
+def test_no_operation_allocates_more_than_numpys_buffers(sizes: Gpt2) -> None:
+    peaks: dict[str, int] = {}
+    job = Job(sizes, 8, 2)
+    engine = job.engine(LocalCommunicator(watched_ops(peaks)))
+    engine.step(job.feed(0), lr=job.lr)
+    engine.step(None, lr=job.lr)
+    tracemalloc.start()
+    try:
+        engine.step(None, lr=job.lr)
+        engine.evaluate(None)
+    finally:
+        tracemalloc.stop()
+    assert {"_matmul", "_gelu", "_cross_entropy", "_adamw", "_square_sums", "_ordered_sum"} <= peaks.keys()
+    assert max(peaks.values()) < OPERATION_BOUND, peaks
 
 
 class Careless(NumpyOps):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.array.ops import Ops
 from mpishard.shard.engine import Engine
 from mpishard.shard.program import Action
 from tests.shard.training import Job
@@ -50,3 +54,26 @@ def growths(engine: Engine, job: Job) -> dict[str, int]:
     finally:
         tracemalloc.stop()
     return growth
+
+
+#: two of NumPy's buffers of 8192 elements in fp32, and vectors as long as a tile has rows
+OPERATION_BOUND = 80 * 1024
+
+
+def watched_ops(peaks: dict[str, int]) -> NumpyOps:
+    """Operations that note, while memory is traced, by how much each raised it at most."""
+
+    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(self: NumpyOps, *arguments: Any) -> Any:
+            if not tracemalloc.is_tracing():
+                return call(self, *arguments)
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            result = call(self, *arguments)
+            peaks[name] = max(peaks.get(name, 0), tracemalloc.get_traced_memory()[1] - before)
+            return result
+
+        return watched
+
+    names = [name for name in Ops.__abstractmethods__ if name != "empty"]
+    return type("Watched", (NumpyOps,), {name: wrap(name, getattr(NumpyOps, name)) for name in names})()
