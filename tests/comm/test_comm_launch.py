@@ -38,7 +38,9 @@ def fake_mpi(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     if size is not None:
         comm = types.SimpleNamespace(Get_size=lambda: size)
-        package.MPI = types.SimpleNamespace(COMM_WORLD=comm, get_vendor=lambda: ("Some MPI", (1,)))  # type: ignore[attr-defined]
+        package.MPI = types.SimpleNamespace(  # type: ignore[attr-defined]
+            COMM_WORLD=comm, get_vendor=lambda: ("Some MPI", (1,)), Is_initialized=lambda: True
+        )
 
 
 @pytest.mark.parametrize(
@@ -207,3 +209,10 @@ def test_srun_gets_time_to_drain(
     sys.excepthook(ValueError, ValueError("gone"), None)
     assert "[rank 5] ValueError: gone" in capsys.readouterr().err
     assert hooked.said == [("[rank 5] aborts", 1)] and naps == [1.0]
+
+
+def test_an_mpi_that_was_not_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, 2)
+    monkeypatch.setattr(sys.modules["mpi4py"].MPI, "Is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match="mpi4py has not started MPI"):
+        world(NumpyOps(), "mpi")
