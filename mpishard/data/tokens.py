@@ -41,7 +41,7 @@ _DTYPES: dict[int, DType] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype
 _CHUNK = 1 << 22
 
 
-def write_tokens(path: Path, arrays: Iterable[Array], vocabulary: int) -> int:
+def write_tokens(path: Path | str, arrays: Iterable[Array], vocabulary: int) -> int:
     """Write ``arrays`` (1-D, of whole numbers), one after another, as one token file; return the count.
 
     The file gets its name only when it is complete and on the disk, so a reader sees all of it or none.
@@ -53,6 +53,7 @@ def write_tokens(path: Path, arrays: Iterable[Array], vocabulary: int) -> int:
     width = next((w for w in _DTYPES if vocabulary <= 1 << 8 * w), None)
     if width is None or vocabulary < 1:
         raise DataError(f"{path}: a vocabulary of {vocabulary} cannot be stored; it must lie in 1 .. {1 << 32}")
+    path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +121,7 @@ class TokenFile:
             The tokens themselves are not read; :meth:`verify` does that.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         header, size = self._read_header()
         magic, version, width, vocabulary, count = _HEAD.unpack_from(header)

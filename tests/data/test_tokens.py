@@ -163,3 +163,9 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="is no regular file"):
         TokenFile(tmp_path / "pipe")
+
+
+def test_paths_may_be_text(tmp_path):
+    """As the README's example writes them."""
+    write_tokens(f"{tmp_path}/train.tokens", [np.arange(1000)], 50257)
+    assert TokenFile(f"{tmp_path}/train.tokens").tokens.tolist() == list(range(1000))
