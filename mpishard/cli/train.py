@@ -65,9 +65,9 @@ def _run(loaded: Config | ConfigError, name: str, run_dir: Path | None) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.array.numpy_ops import NumpyOps
     from mpishard.comm.launch import environment_size, install_abort_hook, world
+    from mpishard.comm.together import same_on_all_ranks, together
     from mpishard.train.config import check_ranks
     from mpishard.train.loop import run
-    from mpishard.train.together import same_on_all_ranks, together
 
     # Until ranks have compared their settings, how they meet must not depend on one rank's.
     several = (environment_size() or 1) > 1

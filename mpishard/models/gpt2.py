@@ -23,12 +23,13 @@ class Gpt2:
 
     Attributes:
         layers, width, heads: blocks, features, attention heads; heads divides width.
-        sequence: tokens of a training sequence, and number of positions.
+        sequence: tokens of a training sequence.
         vocabulary: number of token values.
         dropout: rate on the embedding and on both branches of each block.
         gelu_tanh: GELU's tanh form (the public checkpoints' ``gelu_new``), else exact.
         attention_block: query rows that attention works at once, at most half of a sequence; 0 for all of it.
         head_chunk: tokens whose logits exist at once.
+        positions: positions that the model knows, at least ``sequence``; 0 for as many as the sequence has.
         std: deviation of initial weights; branches' last matrices take ``std / sqrt(2 * layers)``.
     """
 
@@ -41,6 +42,7 @@ class Gpt2:
     gelu_tanh: bool = True
     attention_block: int = 64
     head_chunk: int = 256
+    positions: int = 0
     std: float = 0.02
 
 
@@ -48,11 +50,17 @@ def gpt2(sizes: Gpt2) -> Model:
     """Return the model.
 
     Raises:
-        ConfigError: heads does not divide width.
+        ConfigError: heads does not divide width, or a sequence is longer than the positions.
     """
     if sizes.width % sizes.heads:
         raise ConfigError(f"{sizes.heads} heads do not divide a width of {sizes.width}; choose a divisor of the width")
-    embedding = Embedding(sizes.vocabulary, sizes.sequence, sizes.width, dropout=sizes.dropout, std=sizes.std)
+    positions = sizes.positions or sizes.sequence
+    if sizes.sequence > positions:
+        raise ConfigError(
+            f"a sequence of {sizes.sequence} tokens is longer than the {positions} positions of the model; "
+            "use shorter sequences or more positions"
+        )
+    embedding = Embedding(sizes.vocabulary, positions, sizes.width, dropout=sizes.dropout, std=sizes.std)
     head = TiedHead(sizes.vocabulary, sizes.width, chunk=sizes.head_chunk, std=sizes.std)
     # Layers hold nothing, so every block is the same object.
     block = Block(
@@ -76,4 +84,5 @@ def gpt2(sizes: Gpt2) -> Model:
         sample_shape=(sizes.sequence,),
         sample_dtype="int64",
         target_shape=(sizes.sequence,),
+        public_prefix="transformer.",
     )

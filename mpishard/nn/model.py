@@ -54,6 +54,7 @@ class Model:
         sample_shape: shape of one sample: (T,) tokens, or (F,) features.
         sample_dtype: its element type, ``int64`` for tokens.
         target_shape: shape of one sample's targets (int64): (T,), or () for one class.
+        public_prefix: put before every parameter's public name in files.
     """
 
     units: tuple[Unit, ...]
@@ -61,6 +62,7 @@ class Model:
     sample_shape: tuple[int, ...]
     sample_dtype: str
     target_shape: tuple[int, ...]
+    public_prefix: str = ""
     _units: dict[str, Unit] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -10,8 +10,9 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,7 +38,10 @@ from mpishard.shard.runner import Feed, Runner
 from mpishard.shard.schedule import Settings, build_forward, build_step
 from mpishard.shard.state import fingerprint, initialise, make_state
 
-__all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "outline_of"]
+__all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "Stop", "outline_of"]
+
+
+Stop: TypeAlias = "bool | Callable[[], bool]"
 
 
 def outline_of(model: Model) -> Outline:
@@ -55,6 +59,7 @@ class Engine:
     """Trains a model over a communicator.
 
     Args:
+        optimizer: None for an engine that only evaluates and predicts, and holds the parameters alone.
         settings: strategy, prefetch, recomputation; ``micros`` is set from the batch.
         micro_batch, global_batch: samples; a step has ``global_batch / micro_batch`` micro-batches, dealt to
             the ranks in turn.
@@ -73,7 +78,7 @@ class Engine:
         model: Model,
         comm: Communicator,
         ops: Ops,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         settings: Settings,
         *,
         micro_batch: int,
@@ -96,14 +101,17 @@ class Engine:
         self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
         sharded = settings.strategy == "full_shard"
         single = replace(settings, micros=1)
-        self.schedule = schedule or build_step(self.outline, settings)
+        self.schedule: tuple[Instruction, ...] = ()
+        if optimizer is not None:
+            self.schedule = schedule or build_step(self.outline, settings)
         schedules = (
             self.schedule,
             build_forward(self.outline, settings, Evaluate),
             build_forward(self.outline, single, Predict),
         )
         for one, due in zip(schedules, (settings.micros, settings.micros, 1), strict=True):
-            check(self.outline, one, settings.strategy, due)
+            if one:
+                check(self.outline, one, settings.strategy, due)
         sizes = {name: flat.total for name, flat in self.layouts.items()}
         placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
         layers = {id(stage.layer): stage.layer for stage in model.stages}.values()
@@ -120,8 +128,18 @@ class Engine:
             )
             peaks = plan.arena.peaks()
         self.arena: Arena = Arena(ops, peaks, poison)
+        #: names of what the optimiser keeps for each element
+        self.states = optimizer.states if optimizer is not None else ()
         self.state = make_state(
-            model, self.layouts, self.arena, ops, kind, optimizer.states, sharded=sharded, rank=comm.rank
+            model,
+            self.layouts,
+            self.arena,
+            ops,
+            kind,
+            self.states,
+            trained=optimizer is not None,
+            sharded=sharded,
+            rank=comm.rank,
         )
         initialise(self.state, ops, seed)
         self._runner = Runner(
@@ -151,7 +169,10 @@ class Engine:
         self.steps = 0
         self.updates = 0
         self._lr = 0.0
-        self._more = self._stop = False
+        self._more = False
+        self._stop: Stop = False
+        #: told the name of each instruction before it runs
+        self.note: Callable[[bytes], None] | None = None
         self._position = 0
         self._agreement: Agreement | None = None
         self._factor = 0.0
@@ -177,7 +198,7 @@ class Engine:
         model: Model,
         comm: Communicator,
         ops: Ops,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         settings: Settings,
         *,
         micro_batch: int,
@@ -202,25 +223,29 @@ class Engine:
             dtype_name=dtype_name,
             planning=True,
         )
-        plan.step(None, lr=0.0)
+        if optimizer is not None:
+            plan.step(None, lr=0.0)
         plan.evaluate(None)
         plan._forward_one(0)
         return plan
 
     # --- steps
 
-    def step(self, feed: Feed | None, *, lr: float, more: bool = True, stop: bool = False) -> StepResult:
+    def step(self, feed: Feed | None, *, lr: float, more: bool = True, stop: Stop = False) -> StepResult:
         """Train on one global batch. Collective.
 
         Args:
             feed: gives this rank's micro-batches; called with global micro-batch numbers of this step.
             lr: learning rate of this step.
             more: this rank has data for the next step.
-            stop: this rank wants the run to end after this step.
+            stop: whether this rank wants the run to end after this step; a callable is asked when ranks agree.
 
         Raises:
             CommError: on every rank, when they ran different steps.
+            EngineError: the engine has no optimiser.
         """
+        if self.optimizer is None:
+            raise EngineError("the engine was made without an optimiser; it can evaluate and predict")
         self._lr, self._more, self._stop = lr, more, stop
         self._running.update(struct.pack("<d", lr))
         self._runner.begin(self.steps, feed, self._scale, training=True)
@@ -271,6 +296,8 @@ class Engine:
         # Overflow is no warning here: the agreed norm says whether the step is finite, and for all ranks alike.
         with np.errstate(all="ignore"):
             for action in program:
+                if self.note is not None:
+                    self.note(action.name)
                 if action.mark:
                     self._running.update(action.mark)
                 action.run()
@@ -291,7 +318,7 @@ class Engine:
             runner.loss,
             runner.targets_seen,
             self._more,
-            self._stop,
+            self._stop() if callable(self._stop) else self._stop,
         )
 
     def _agree(self) -> None:
@@ -304,7 +331,7 @@ class Engine:
                 squares.add(partial)
         known = combine(self.comm.exchange(self._report(self._digests[0], squares).pack()))
         self._agreement = known
-        if known.finite and known.tokens:
+        if known.finite and known.tokens and self.optimizer is not None:
             self._factor = self.optimizer.clip(self._norm(known)) / (self._scale * known.tokens)
 
     def _norm(self, known: Agreement) -> float:
@@ -315,7 +342,7 @@ class Engine:
 
     def _update(self, unit: str) -> None:
         known = self._agreement
-        if known is None or not (known.finite and known.tokens):
+        if known is None or self.optimizer is None or not (known.finite and known.tokens):
             return  # skipped alike on every rank; the next step's first reduction writes the gradient anew
         part = self.state[unit]
         segments = part.segments(self.optimizer.decay)
@@ -331,7 +358,7 @@ class Engine:
 
         They do not depend on the number of ranks, the strategy or the transport.
         """
-        mine = fingerprint(self.state, self.ops, self.optimizer.states)
+        mine = fingerprint(self.state, self.ops, self.states)
         shares = self.comm.exchange(mine.to_bytes(8, "little"))
         return f"{sum(int.from_bytes(share, 'little') for share in shares) % 2**64:016x}"
 

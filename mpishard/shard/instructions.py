@@ -31,6 +31,7 @@ __all__ = [
     "UnitOutline",
     "Update",
     "digest",
+    "short",
 ]
 
 
@@ -180,6 +181,14 @@ Instruction: TypeAlias = (
     "Gather | Await | Release | Forward | Recompute | Loss | Backward | Evaluate | Predict"
     " | Reduce | Absorb | Agree | Replicate | Update"
 )
+
+
+def short(instruction: Instruction) -> str:
+    """Return an instruction as people write it: ``Gather(h.3)``, ``Backward(h.3, 1)`` for micro-batch 1."""
+    place = getattr(instruction, "unit", None) or getattr(instruction, "stage", "")
+    micro = getattr(instruction, "micro", 0)
+    inside = f"{place}, {micro}" if micro else place
+    return f"{type(instruction).__name__}({inside})" if inside else type(instruction).__name__
 
 
 def digest(schedule: Sequence[Instruction], extra: str = "") -> bytes:

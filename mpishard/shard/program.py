@@ -30,6 +30,7 @@ from mpishard.shard.instructions import (
     Release,
     Replicate,
     Update,
+    short,
 )
 from mpishard.shard.layout import Layout
 from mpishard.shard.place import Placement
@@ -46,6 +47,7 @@ class Action(NamedTuple):
     kind: str
     run: Callable[[], None]
     mark: bytes
+    name: bytes
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Compiler:
                 for unit, offset in opened.items():
                     gradients[unit] = (offset, self._cut(self.regions.unreduced, unit, offset))
                 run = self._compute(step, values, gradients, list(opened), predict)
-            actions.append(Action(step, kind, run, mark))
+            actions.append(Action(step, kind, run, mark, short(step).encode()))
         return actions
 
     # --- memory and collectives, each made once

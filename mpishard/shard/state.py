@@ -25,7 +25,8 @@ class UnitState:
     Attributes:
         start, stop: the elements of the flat buffer that this rank holds.
         own: those that it reduces: its 1/N, counted in the flat buffer.
-        arrays: ``param``, ``grad`` and the optimiser's states by name, each (stop - start,).
+        arrays: ``param`` and, where the model is trained, ``grad`` and the optimiser's states by name, each
+            (stop - start,).
     """
 
     unit: Unit
@@ -60,6 +61,7 @@ def make_state(
     dtype: DType,
     names: tuple[str, ...],
     *,
+    trained: bool,
     sharded: bool,
     rank: int,
 ) -> State:
@@ -67,11 +69,13 @@ def make_state(
 
     Args:
         names: the optimiser's states.
+        trained: hold gradients too.
         sharded: hold 1/N of each unit, else all of it.
     """
     sizes = {unit.name: (layouts[unit.name].shard if sharded else layouts[unit.name].total) for unit in model.units}
     blocks = {"param": arena.reserve("parameters", sum(sizes.values()), dtype)}
-    blocks |= {"grad": arena.reserve("gradients", sum(sizes.values()), dtype)}
+    if trained:
+        blocks |= {"grad": arena.reserve("gradients", sum(sizes.values()), dtype)}
     blocks |= {name: arena.reserve("optimizer", sum(sizes.values()), dtype) for name in names}
     for block in blocks.values():
         ops.fill(block, 0.0)

@@ -14,6 +14,7 @@ import numpy as np
 from mpishard.array.arena import CATEGORIES
 from mpishard.array.dtypes import Array
 from mpishard.comm.base import Communicator
+from mpishard.comm.together import on_rank_zero, same_on_all_ranks, together
 from mpishard.data.corpus import ensure_default_corpus
 from mpishard.data.loader import Batches
 from mpishard.data.tokenizer import ByteTokenizer
@@ -31,7 +32,6 @@ from mpishard.train.display import console, curve_table, memory_table, progress_
 from mpishard.train.metrics import RunDirectory
 from mpishard.train.room import LESS, check_room, planned_memory, thread_warning
 from mpishard.train.sample import sample
-from mpishard.train.together import on_rank_zero, same_on_all_ranks, together
 
 __all__ = ["build_model", "run"]
 

@@ -1,8 +1,8 @@
 import pytest
 
 from mpishard.comm.threads import run
+from mpishard.comm.together import on_rank_zero, same_on_all_ranks, together
 from mpishard.errors import ConfigError, EngineError
-from mpishard.train.together import on_rank_zero, same_on_all_ranks, together
 
 
 def messages(main, ranks=3):
