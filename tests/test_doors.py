@@ -17,13 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What each room may open. Rooms of one level stay apart: what two of them need moves down.
-BELOW_SHARD = {"comm", "nn", "array", "errors"}
+BELOW_SHARD = {"comm", "nn", "array", "errors", "launched"}
 BELOW_TRAIN = {"checkpoint", "data", "optim", "shard", "models", *BELOW_SHARD}
 DOORS: dict[str, set[str]] = {
     "errors": set(),
+    "launched": set(),
     "array": {"errors"},
     "nn": {"array", "errors"},
-    "comm": {"array", "errors"},
+    "comm": {"array", "errors", "launched"},
     "models": {"nn", "array", "errors"},
     "shard": BELOW_SHARD,
     "checkpoint": {"shard", *BELOW_SHARD},
@@ -31,6 +32,7 @@ DOORS: dict[str, set[str]] = {
     "optim": {"shard", *BELOW_SHARD},
     "plan": BELOW_TRAIN,
     "bench": BELOW_TRAIN,
+    "testing": {"models", "optim", "shard", *BELOW_SHARD},
     "train": BELOW_TRAIN,
     "cli": {"train", "bench", "plan", *BELOW_TRAIN},
     "__main__": {"cli"},
@@ -38,7 +40,7 @@ DOORS: dict[str, set[str]] = {
 #: Packages that only these rooms may open.
 OUTSIDE_DOORS: dict[str, set[str]] = {"mpi4py": {"comm"}, "cupy": {"array", "comm"}, "torch": set()}
 #: Modules that are plain arithmetic: no array library, nor a module that imports one.
-PURE = ("shard.layout", "shard.schedule", "shard.place", "data.sampler")
+PURE = ("shard.layout", "shard.schedule", "shard.place", "shard.text", "data.sampler")
 ARRAY_LIBRARIES = {"numpy", "cupy"}
 MAX_LINES = 400
 
@@ -153,7 +155,10 @@ def names_of(module: Module) -> tuple[set[str], set[str], list[str] | None]:
     defined: set[str] = set()
     imported: set[str] = set()
     exported = None
-    for node in module.tree.body:
+    # What is imported for types only is loaded when it is asked for, by the module's __getattr__.
+    lazily = [child for node in module.tree.body if is_type_checking(node) for child in getattr(node, "body", [])]
+    loads = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in module.tree.body)
+    for node in [*module.tree.body, *(lazily if loads else [])]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):

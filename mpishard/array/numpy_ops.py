@@ -82,6 +82,20 @@ class NumpyOps(NumpyShardOps):
     def _add(self, x: Array, y: Array, out: Array) -> None:
         np.add(x, y, out=out)
 
+    def _multiply(self, x: Array, y: Array, out: Array, add: bool) -> None:
+        if not add:
+            np.multiply(x, y, out=out)
+        elif x.size <= TILE:
+            (flat,) = self._temps(x.size, out.dtype, 1)
+            product = flat.reshape(x.shape)
+            np.multiply(x, y, out=product)
+            np.add(out, product, out=out)
+        else:
+            rows = max(1, TILE * x.shape[0] // x.size)
+            for part in self._tiles(x.shape[0], rows):
+                here: slice | int = part if rows > 1 or x.ndim == 1 else part.start
+                self._multiply(x[here], y[here] if y.ndim == x.ndim else y, out[here], add)
+
     def _gelu(self, x: Array, y: Array, tanh: bool) -> None:
         x, y = x.reshape(-1), y.reshape(-1)
         for tile in self._tiles(x.size):

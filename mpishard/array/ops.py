@@ -143,6 +143,13 @@ class Ops(ABC):
         self._note("add", x.size, x.nbytes + y.nbytes + out.nbytes)
         self._add(x, y, out)
 
+    def multiply(self, x: Array, y: Array, out: Array, add: bool = False) -> None:
+        """``out (+)= x * y``; y may lack leading axes (it is repeated along them); out may be x."""
+        if out.shape != x.shape or y.shape != x.shape[x.ndim - y.ndim :]:
+            _misfit("multiply", "x and out of one shape, y equal to its last axes", x=x, y=y, out=out)
+        self._note("multiply", x.size * (1 + add), x.nbytes + y.nbytes + out.nbytes * (1 + add))
+        self._multiply(x, y, out, add)
+
     def gelu(self, x: Array, y: Array, tanh: bool = True) -> None:
         """GELU (Hendrycks & Gimpel 2016, section 2): the tanh form, or with the error function."""
         if x.shape != y.shape or not _contiguous(x, y):
@@ -311,6 +318,8 @@ class Ops(ABC):
     def _row_dot(self, x: Array, y: Array, out: Array) -> None: ...
     @abstractmethod
     def _add(self, x: Array, y: Array, out: Array) -> None: ...
+    @abstractmethod
+    def _multiply(self, x: Array, y: Array, out: Array, add: bool) -> None: ...
     @abstractmethod
     def _gelu(self, x: Array, y: Array, tanh: bool) -> None: ...
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -16,13 +17,21 @@ import click
 
 from mpishard import __version__
 from mpishard.cli.data import data as data_command
+from mpishard.cli.generate import generate as generate_command
+from mpishard.cli.schedule import schedule as schedule_command
 from mpishard.cli.train import train as train_command
-from mpishard.errors import ConfigError
+from mpishard.errors import ConfigError, LaunchError
+from mpishard.launched import abort_before_mpi, environment_rank, environment_size, in_step
 
 __all__ = ["EXIT_INTERRUPTED", "EXIT_USER", "main", "program"]
 
 EXIT_USER = 2
 EXIT_INTERRUPTED = 130
+#: Seconds before a rank leaves that cannot start MPI. Open MPI's launcher may crash, and leave the others waiting,
+#: when one rank ends while another one connects; srun loses what was printed just before.
+_CONNECT = 2.0
+#: Seconds in which srun prints what rank 0 has said.
+_DRAIN = 1.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=False)
@@ -35,7 +44,9 @@ def program() -> None:
 
 
 program.add_command(train_command)
+program.add_command(schedule_command)
 program.add_command(data_command)
+program.add_command(generate_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -57,17 +68,39 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         path = context.command_path if context is not None else "mpishard"
         _report(f"{error.format_message().rstrip('.')}; see '{path} --help'")
         code = EXIT_USER
+    except LaunchError as error:
+        _say_alone(str(error))
+        code = EXIT_USER
     except ConfigError as error:
         _report(str(error))
+        code = EXIT_USER
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] == "mpishard" or "mpi4py.MPI" in sys.modules:
+            raise  # a bug, or an end for which the other ranks must be told through MPI
+        _say_alone(
+            f"{sys.executable} cannot import {error.name} ({error}); install mpishard with what it needs for that "
+            "interpreter, or let every rank use one that has it"
+        )
         code = EXIT_USER
     except click.Abort:
         code = EXIT_INTERRUPTED
     sys.exit(code)
 
 
+def _say_alone(message: str) -> None:
+    """Print what this rank has found alone, before it met the others, with its name: they may wait for it."""
+    rank = environment_rank()
+    who = "" if rank is None else f"rank {rank} on {os.uname().nodename}: "
+    click.echo(f"mpishard: {who}{' '.join(message.split())}", err=True)
+    if rank is not None:
+        sys.stderr.flush()
+        time.sleep(_CONNECT)
+        abort_before_mpi(EXIT_USER)
+
+
 def _report(message: str) -> None:
     """Print one line, once per job."""
-    from mpishard.comm.launch import environment_rank, environment_size
-
     if environment_rank() in (None, 0) or environment_size() == 1:
         click.echo(f"mpishard: {' '.join(message.split())}", err=True)
+    elif in_step():
+        time.sleep(_DRAIN)  # srun --kill-on-bad-exit may end rank 0 before its line is out

@@ -44,7 +44,7 @@ def build(sources: Sequence[Path], out: Path, heldout_fraction: float) -> int:
     click.echo(f"{corpus.train}: {train} tokens")
     click.echo(f"{corpus.heldout}: {heldout} tokens, {share:.1%}")
     if corpus.left_out:
-        click.echo(f"left out: {corpus.left_out} files that are not UTF-8 text; a file named by itself is always taken")
+        click.echo(f"left out: {corpus.left_out} files that are not UTF-8 text")
     if not heldout_fraction / 3 < share < heldout_fraction * 3:
         click.echo(
             f"note: {heldout_fraction:.1%} was to be held out, and files are held out whole; "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -15,9 +15,10 @@ from mpishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpishard.comm.base import Communicator
-    from mpishard.train.config import Config
+    from mpishard.train.resume import Resumed
+    from mpishard.train.sections import Config
 
-__all__ = ["agree_run_dir", "settings_text", "train"]
+__all__ = ["Ask", "agree_run_dir", "settings_text", "train"]
 
 #: bytes of the record in which rank 0 tells the others the run directory
 _RECORD = 4096
@@ -30,6 +31,17 @@ _RECORD = 4096
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be given many times."
 )
 @click.option(
+    "--init-from",
+    metavar="PATH",
+    help="GPT-2 weights to begin with: a model.safetensors, or a directory that holds one. Sets model.init_from.",
+)
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Go on with a run: its directory (from its newest checkpoint), or one of its checkpoints.",
+)
+@click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -37,84 +49,113 @@ _RECORD = 4096
 )
 @click.option("--print-config", is_flag=True, help="Print every setting as TOML and leave.")
 def train(
-    config_file: Path | None, preset: str | None, overrides: Sequence[str], run_dir: Path | None, print_config: bool
+    config_file: Path | None,
+    preset: str | None,
+    overrides: Sequence[str],
+    init_from: str | None,
+    resume: Path | None,
+    run_dir: Path | None,
+    print_config: bool,
 ) -> int:
     """Train a GPT.
 
-    Settings come from the preset, then the file, then --set; the later wins.
+    Settings come from the checkpoint that --resume names, then the preset, then the file, then --set; the later wins.
+    SIGUSR1 and SIGTERM end the run after the step that is being done, with a checkpoint.
     """
-    from mpishard.comm.launch import environment_rank, environment_size
-    from mpishard.train.config import Config, dump_toml, load
+    # Before anything slow is imported: a signal that nobody handles would end this rank at once.
+    from mpishard.train.signals import install
 
-    loaded: Config | ConfigError
+    signals = install()
+    from mpishard.launched import environment_rank, environment_size
+    from mpishard.train.config import dump_toml
+
+    loaded: Ask | ConfigError
     try:
-        loaded = load(config_file, preset, overrides)
+        loaded = _load(config_file, preset, overrides, init_from, resume)
     except ConfigError as error:
         loaded = error
-    if print_config and isinstance(loaded, Config):
+    if print_config and isinstance(loaded, Ask):
         if environment_rank() in (None, 0):
-            click.echo(dump_toml(loaded), nl=False)
+            click.echo(dump_toml(loaded.config), nl=False)
         return 0
     if isinstance(loaded, ConfigError) and environment_size() in (None, 1):
         raise loaded
     name = config_file.stem if config_file is not None else preset or "train"
-    return _run(loaded, name, run_dir)
+    try:
+        return _run(loaded, name, run_dir, lambda: signals.asked)
+    finally:
+        signals.restore()
 
 
-def _run(loaded: Config | ConfigError, name: str, run_dir: Path | None) -> int:
+class Ask(NamedTuple):
+    """What was asked for: settings, and the checkpoint to go on from."""
+
+    config: Config
+    resumed: Resumed | None
+
+
+def _load(
+    config_file: Path | None, preset: str | None, overrides: Sequence[str], init_from: str | None, resume: Path | None
+) -> Ask:
+    from mpishard.train.config import load, toml_value
+
+    if init_from is not None:
+        overrides = [*overrides, f"model.init_from={toml_value(init_from)}"]
+    if resume is None:
+        return Ask(load(config_file, preset, overrides), None)
+    if init_from is not None:
+        raise ConfigError("--resume and --init-from were given; a run that goes on has its weights, so leave one out")
+    from mpishard.train.resume import Resumed
+
+    resumed = Resumed.find(resume)
+    return Ask(load(config_file, preset, overrides, resumed.settings), resumed)
+
+
+def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Callable[[], str]) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
-    from mpishard.array.numpy_ops import NumpyOps
-    from mpishard.comm.launch import environment_size, install_abort_hook, world
+    from mpishard.cli.job import ending_all, start
     from mpishard.comm.together import same_on_all_ranks, together
     from mpishard.train.config import check_ranks
-    from mpishard.train.loop import run
+    from mpishard.train.start import run
 
-    # Until ranks have compared their settings, how they meet must not depend on one rank's.
-    several = (environment_size() or 1) > 1
-    transport = "auto" if several or isinstance(loaded, ConfigError) else loaded.comm.transport
-    comm = world(NumpyOps(), transport=transport)
-    install_abort_hook(comm)
+    comm = start("auto" if isinstance(loaded, ConfigError) else loaded.config.comm.transport)
 
-    def settings() -> Config:
+    def settings() -> Ask:
         # A file may be there for one rank and not for another: what one cannot read, none starts with.
         if isinstance(loaded, ConfigError):
             raise loaded
         return loaded
 
-    config = together(comm, settings)
-    same_on_all_ranks(comm, settings_text(config))
+    config, resumed = together(comm, settings)
+    same_on_all_ranks(comm, settings_text(config, resumed))
     if config.comm.transport == "local" and comm.size > 1:
         raise ConfigError(
             f"{comm.size} processes were launched and comm.transport is local, which is one rank alone; "
             "set it to auto, or start one process"
         )
     check_ranks(config, comm.size)
-    directory = agree_run_dir(comm, name, run_dir)
+    directory = agree_run_dir(comm, name, run_dir or (resumed.run if resumed is not None else None))
     try:
-        code: int = run(config, directory, comm)
+        with ending_all(comm):
+            code: int = run(config, directory, comm, resumed=resumed, stopper=stopper)
     except ConfigError:
         # Raised on all ranks. What was made for the run goes again, unless there is something in it.
         if comm.rank == 0:
             with contextlib.suppress(OSError):
                 directory.rmdir()
         raise
-    except (KeyboardInterrupt, EOFError, BrokenPipeError, SystemExit) as error:
-        # One rank leaves, quietly as it would alone; the others would wait for it for ever.
-        if comm.size > 1:
-            closed = isinstance(error, BrokenPipeError)
-            comm.abort(f"mpishard: {'standard output was closed' if closed else 'interrupted'}; ending all ranks", 1)
-        raise
     comm.close()
     return code
 
 
-def settings_text(config: Config) -> list[str]:
+def settings_text(config: Config, resumed: Resumed | None = None) -> list[str]:
     """Return what must be the same on all ranks, a setting a line. Token files may lie elsewhere on each."""
-    return [
+    lines = [
         f"{section}.{key} = {('given' if value else 'empty') if section == 'data' and key != 'epochs' else value}"
         for section, entries in config.model_dump().items()
         for key, value in entries.items()
     ]
+    return [*lines, f"checkpoint {resumed.path} {resumed.manifest.checksum}"] if resumed is not None else lines
 
 
 def agree_run_dir(comm: Communicator, name: str, run_dir: Path | None) -> Path:

@@ -4,14 +4,11 @@
 ``mpiexec`` and ``srun`` number the processes in the environment. A process that reads another MPI's numbers
 still starts, alone, as a world of one rank, and N such processes would each train by themselves and exit with
 0. So the launcher's number of processes is compared with MPI's, and a difference is an error.
-
-SLURM sets ``SLURM_PROCID`` and ``SLURM_NTASKS`` in a batch script too, where one plain process runs; only a
-step, which ``srun`` makes, says how many processes there are.
 """
 
 from __future__ import annotations
 
-import os
+import faulthandler
 import sys
 import threading
 import time
@@ -21,39 +18,17 @@ from types import TracebackType
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.local import LocalCommunicator
-from mpishard.errors import ConfigError
+from mpishard.errors import ConfigError, LaunchError
+from mpishard.launched import environment_rank, environment_size, in_step
 
-__all__ = ["environment_rank", "environment_size", "install_abort_hook", "world"]
+__all__ = ["communicator", "environment_rank", "environment_size", "install_abort_hook", "world"]
 
+#: Seconds in which all ranks must have started MPI; then the process ends with a traceback of where it waited.
+_MEETING = 300.0
 #: Seconds that srun gets to drain standard error before the job is ended; it loses the last lines otherwise.
 _DRAIN = 1.0
 
 _NO_MPI = "install one with: pip install 'mpishard[mpich]', or load the cluster's MPI module"
-
-
-def _number(*names: str) -> int | None:
-    """Return the first of the variables that holds a number."""
-    for name in names:
-        value = os.environ.get(name, "")
-        if value.isdecimal():
-            return int(value)
-    return None
-
-
-def _in_step() -> bool:
-    return _number("SLURM_STEP_ID") is not None and _number("SLURM_STEP_NUM_TASKS") is not None
-
-
-def environment_rank() -> int | None:
-    """Return the rank that the launcher gave this process; None without a launcher. Starts no MPI."""
-    rank = _number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-    return _number("SLURM_PROCID") if rank is None and _in_step() else rank
-
-
-def environment_size() -> int | None:
-    """Return how many processes the launcher started; None where it does not say. Starts no MPI."""
-    size = _number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    return _number("SLURM_STEP_NUM_TASKS") if size is None and _in_step() else size
 
 
 def world(ops: Ops, transport: str = "auto") -> Communicator:
@@ -64,7 +39,8 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
         transport: "mpi"; "local", one rank alone; or "auto", MPI where more than one process was launched.
 
     Raises:
-        ConfigError: the name is unknown, MPI is needed and cannot be loaded, or its world is not the launcher's.
+        ConfigError: the name is unknown, or the world is not the launcher's.
+        LaunchError: MPI is needed and cannot be loaded.
     """
     if transport not in ("auto", "local", "mpi"):
         raise ConfigError(f"transport {transport!r} is not known; choose one of auto, local, mpi")
@@ -77,15 +53,21 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
     if transport == "local" or (transport == "auto" and size == 1):
         return LocalCommunicator(ops)
     launched = size is not None or rank is not None
+    meets = "mpi4py.MPI" not in sys.modules and (size or 1) > 1
+    if meets:  # MPI waits for all ranks; one that cannot even start would leave the others waiting for ever
+        faulthandler.dump_traceback_later(_MEETING, exit=True)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         if transport == "auto" and not launched:
             return LocalCommunicator(ops)
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(
+        raise LaunchError(
             f"transport {transport!r} needs MPI here, which cannot be loaded ({reason}); {_NO_MPI}"
         ) from error
+    finally:
+        if meets:
+            faulthandler.cancel_dump_traceback_later()
     if not MPI.Is_initialized():
         raise ConfigError("mpi4py has not started MPI (MPI4PY_RC_INITIALIZE is off?); unset it, or call MPI.Init()")
     found = MPI.COMM_WORLD.Get_size()
@@ -102,6 +84,48 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
     return MpiCommunicator(MPI.COMM_WORLD, ops)
 
 
+def communicator(comm: object, ops: Ops) -> Communicator:
+    """Return a Communicator over what a program has.
+
+    Args:
+        comm: an mpi4py intracommunicator (it is duplicated, which is collective); a Communicator, which is returned
+            as it is; or None, one rank without MPI.
+        ops: operations on the arrays that will be communicated.
+
+    Raises:
+        ConfigError: ``comm`` is none of these, or None in one of several processes.
+    """
+    if isinstance(comm, Communicator):
+        return comm
+    size, rank = environment_size(), environment_rank()
+    if comm is None:
+        if (size or 1) > 1 or (rank or 0) > 0:
+            raise ConfigError(
+                f"comm is None, one rank alone, and the launcher started {size or 'several'} processes; "
+                "give MPI.COMM_WORLD, or MPI.COMM_SELF where each process is to work alone"
+            )
+        return LocalCommunicator(ops)
+    wrong = ConfigError(
+        f"comm is a {type(comm).__name__}; give an intracommunicator of mpi4py (MPI.COMM_WORLD, say), "
+        "a Communicator of mpishard, or None"
+    )
+    if "mpi4py.MPI" not in sys.modules:
+        raise wrong
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Comm):
+        raise wrong
+    if comm == MPI.COMM_NULL:
+        raise ConfigError("comm is MPI.COMM_NULL: this process is in no group of the split; it has no part in the work")
+    if comm.Is_inter() or not isinstance(comm, MPI.Intracomm):
+        raise ConfigError("comm is an intercommunicator; merge it first (comm.Merge()), an intracommunicator is needed")
+    if comm.Get_size() == 1:
+        return LocalCommunicator(ops)
+    from mpishard.comm.mpi import MpiCommunicator
+
+    return MpiCommunicator(comm, ops)
+
+
 def install_abort_hook(comm: Communicator) -> None:
     """Make an exception that nobody catches, in any thread of this process, end every rank of the job.
 
@@ -114,7 +138,7 @@ def install_abort_hook(comm: Communicator) -> None:
             lines = "".join(traceback.format_exception(kind, value, trace)).rstrip().split("\n")
             head = f"[rank {comm.rank}] "
             text = "\n".join(head + line for line in [f"uncaught exception{where}; ending all ranks", *lines])
-            if _in_step():
+            if in_step():
                 print(text, file=sys.stderr, flush=True)
                 time.sleep(_DRAIN)
                 text = head + "aborts"

@@ -6,6 +6,7 @@ held-out text is of files that training never sees, and a file that is added mov
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import sysconfig
@@ -123,14 +124,14 @@ def build_corpus(
 
     Args:
         directory: where to; made if need be.
-        sources: files, taken as they are, and folders, of which every UTF-8 file that is not hidden is taken.
+        sources: UTF-8 files, and folders, of which every UTF-8 file that is not hidden is taken.
             None: the standard library. Where all of it is a single file, its tail is held out.
         heldout_fraction: share of the files (of the bytes, for a single file), between 0 and 1.
         limit: bytes of the standard library to use, 0 = all.
 
     Raises:
         ConfigError: the fraction is not between 0 and 1.
-        DataError: a source is missing or cannot be read, or there is too little text to split.
+        DataError: a source is missing, cannot be read or is a file that is not UTF-8, or there is too little text.
     """
     if not 0.0 < heldout_fraction < 1.0:
         raise ConfigError(f"the held-out fraction is {heldout_fraction}; it must lie between 0 and 1, 0.05 say")
@@ -183,23 +184,36 @@ def _documents(sources: Sequence[Path]) -> tuple[list[Document], int]:
     for source in sources:
         if source.is_dir():
             found = _walk(source, frozenset())
-            texts = [document for document in found if _is_text(document)]
+            texts = [document for document in found if _text_end(document) is None]
             documents += texts
             left_out += len(found) - len(texts)
         elif source.is_file():
             documents.append(Document(source.name, source, 0, source.stat().st_size))
+            if (end := _text_end(documents[-1])) is not None:
+                raise DataError(
+                    f"{source}: is not UTF-8 text from byte {end} on; convert it, with iconv say, or write its tokens "
+                    "with mpishard.data.tokens.write_tokens"
+                )
         else:
             raise DataError(f"{source}: there is no such file or folder; name text files or folders of them")
     # a file that is named twice must not be trained on and held out
     return list({document.path.resolve(): document for document in documents}.values()), left_out
 
 
-def _is_text(document: Document) -> bool:
+def _text_end(document: Document) -> int | None:
+    """Return the first byte that is no UTF-8; None where all of it is text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
+    pending = 0  # bytes of a character that the chunk before did not end
     try:
-        b"".join(document.chunks()).decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+        for chunk in document.chunks():
+            decoder.decode(chunk)
+            read += len(chunk)
+            pending = len(decoder.getstate()[0])
+        decoder.decode(b"", True)
+    except UnicodeDecodeError as error:
+        return read - pending + error.start
+    return None
 
 
 def _split(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:

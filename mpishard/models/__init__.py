@@ -1,1 +1,1 @@
-"""Models made of layers."""
+"""Models made of layers: ``mpishard.models.gpt2`` and ``mpishard.models.mlp``."""

@@ -6,15 +6,17 @@ Units: ``root`` (wte, wpe, ln_f: read by both ends of the model) and one per blo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from mpishard.errors import ConfigError
+from mpishard.errors import CheckpointError, ConfigError
 from mpishard.nn.block import Block
 from mpishard.nn.embedding import Embedding
 from mpishard.nn.head import TiedHead
 from mpishard.nn.model import Model, Stage, Unit
 
-__all__ = ["Gpt2", "gpt2"]
+__all__ = ["Gpt2", "gpt2", "public_config", "sizes_from"]
 
 
 @dataclass(frozen=True)
@@ -85,4 +87,83 @@ def gpt2(sizes: Gpt2) -> Model:
         sample_dtype="int64",
         target_shape=(sizes.sequence,),
         public_prefix="transformer.",
+        ignored=(".attn.bias", ".attn.masked_bias"),  # the causal mask and what it fills in
+        ties=(("lm_head.weight", "wte.weight"),),
+    )
+
+
+def public_config(sizes: Gpt2) -> dict[str, Any]:
+    """Return the ``config.json`` with which other tools open a checkpoint of these sizes as a GPT-2.
+
+    The keys are those of Hugging Face's ``GPT2LMHeadModel``. Attention probabilities are not dropped; the mark
+    that begins and ends a text is token 50256 in the public vocabulary and no token in any other.
+    """
+    mark = 50256 if sizes.vocabulary == 50257 else None
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": sizes.vocabulary,
+        "n_positions": sizes.positions or sizes.sequence,
+        "n_embd": sizes.width,
+        "n_layer": sizes.layers,
+        "n_head": sizes.heads,
+        "n_inner": None,
+        "activation_function": "gelu_new" if sizes.gelu_tanh else "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": sizes.std,
+        "embd_pdrop": sizes.dropout,
+        "resid_pdrop": sizes.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": mark,
+        "eos_token_id": mark,
+    }
+
+
+#: what a GPT-2 of another kind would say under these keys, and what this one computes
+_ONLY = {
+    "model_type": ("gpt2",),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+}
+
+
+def sizes_from(config: Mapping[str, Any], origin: str) -> Gpt2:
+    """Return the sizes that a public ``config.json`` describes; the sequence is as long as the positions.
+
+    Args:
+        config: what the file holds, as :func:`public_config` makes it; keys that are absent have GPT-2's values.
+        origin: names the file in errors.
+
+    Raises:
+        CheckpointError: it describes another kind of model, or a size is absent or no whole number from 1 on.
+    """
+    if not isinstance(config, Mapping) or "model_type" not in config:
+        raise CheckpointError(f"{origin}: has no model_type; the config.json of a GPT-2 is needed")
+    for key, known in _ONLY.items():
+        if config.get(key, known[0]) not in known:
+            raise CheckpointError(
+                f"{origin}: {key} is {config[key]!r}; this GPT-2 computes with {' or '.join(map(repr, known))} alone"
+            )
+    sizes = {}
+    for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
+        size = config.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CheckpointError(f"{origin}: {key} is {size!r}; it must be a whole number, at least 1")
+        sizes[key] = size
+    inner = config.get("n_inner")
+    if inner not in (None, 4 * sizes["n_embd"]):
+        raise CheckpointError(f"{origin}: n_inner is {inner!r}; this GPT-2 has 4 times n_embd, {4 * sizes['n_embd']}")
+    return Gpt2(
+        layers=sizes["n_layer"],
+        width=sizes["n_embd"],
+        heads=sizes["n_head"],
+        sequence=sizes["n_positions"],
+        vocabulary=sizes["vocab_size"],
+        gelu_tanh=config.get("activation_function", "gelu_new") != "gelu",
+        positions=sizes["n_positions"],
     )

@@ -55,6 +55,8 @@ class Model:
         sample_dtype: its element type, ``int64`` for tokens.
         target_shape: shape of one sample's targets (int64): (T,), or () for one class.
         public_prefix: put before every parameter's public name in files.
+        ignored: ends of names in public files that are no parameters (buffers that other tools store).
+        ties: (alias, name) of parameters that public files may hold a second time under another name.
     """
 
     units: tuple[Unit, ...]
@@ -63,6 +65,8 @@ class Model:
     sample_dtype: str
     target_shape: tuple[int, ...]
     public_prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
     _units: dict[str, Unit] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ from mpishard.nn.model import Model
 from mpishard.shard.check import check
 from mpishard.shard.control import Agreement, Report, combine, compare, describe
 from mpishard.shard.exact import ExactSum
+from mpishard.shard.feed import prepare
 from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
 from mpishard.shard.layout import layout
 from mpishard.shard.place import Placement, place
@@ -37,6 +38,7 @@ from mpishard.shard.results import Evaluation, Optimizer, StepResult
 from mpishard.shard.runner import Feed, Runner
 from mpishard.shard.schedule import Settings, build_forward, build_step
 from mpishard.shard.state import fingerprint, initialise, make_state
+from mpishard.shard.whole import whole_parameter
 
 __all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "Stop", "outline_of"]
 
@@ -97,6 +99,7 @@ class Engine:
             )
         self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
         self.settings = settings = replace(settings, micros=micros // comm.size)
+        self.global_batch = global_batch
         self.outline = outline_of(model)
         self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
         sharded = settings.strategy == "full_shard"
@@ -168,6 +171,8 @@ class Engine:
         self._logits = self.arena.reserve("workspace", self._head_outputs(), kind).reshape(1, -1)
         self.steps = 0
         self.updates = 0
+        #: whether :meth:`close` closes the communicator
+        self.owns_comm = False
         self._lr = 0.0
         self._more = False
         self._stop: Stop = False
@@ -246,6 +251,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise EngineError("the engine was made without an optimiser; it can evaluate and predict")
+        prepare(feed, self.model, self.global_batch, self.comm)
         self._lr, self._more, self._stop = lr, more, stop
         self._running.update(struct.pack("<d", lr))
         self._runner.begin(self.steps, feed, self._scale, training=True)
@@ -264,12 +270,13 @@ class Engine:
 
     def evaluate(self, feed: Feed | None) -> Evaluation:
         """Loss of one global batch without training. Collective."""
+        prepare(feed, self.model, self.global_batch, self.comm)
         self._runner.begin(self.steps, feed, 1.0, training=False)
         self._run(self._eval)
         return self._combine_evaluation()
 
     def _combine_evaluation(self) -> Evaluation:
-        report = self._report(self._digests[1], ExactSum())
+        report = self._report(self._digests[1], ExactSum(), stop=False)
         known = combine(self.comm.exchange(report.pack()))
         return Evaluation(known.loss, known.tokens)
 
@@ -308,7 +315,7 @@ class Engine:
 
     # --- what the instructions call
 
-    def _report(self, schedule: bytes, squares: ExactSum) -> Report:
+    def _report(self, schedule: bytes, squares: ExactSum, *, stop: bool) -> Report:
         runner = self._runner
         return Report(
             schedule,
@@ -318,7 +325,7 @@ class Engine:
             runner.loss,
             runner.targets_seen,
             self._more,
-            self._stop() if callable(self._stop) else self._stop,
+            stop,
         )
 
     def _agree(self) -> None:
@@ -329,7 +336,8 @@ class Engine:
                 partial = self.arena.workspace.push((own.size // CHUNK,), np.dtype(np.float64))
                 self.ops.square_sums(own, part.layout.silent_within(part.own.start, part.own.stop), partial)
                 squares.add(partial)
-        known = combine(self.comm.exchange(self._report(self._digests[0], squares).pack()))
+        stop = self._stop() if callable(self._stop) else self._stop
+        known = combine(self.comm.exchange(self._report(self._digests[0], squares, stop=stop).pack()))
         self._agreement = known
         if known.finite and known.tokens and self.optimizer is not None:
             self._factor = self.optimizer.clip(self._norm(known)) / (self._scale * known.tokens)
@@ -365,3 +373,12 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
         return self.arena.held()
+
+    def parameter(self, name: str) -> Array:
+        """Return a fresh copy of a whole parameter by its public name, on every rank. Collective."""
+        return whole_parameter(self.state, self.comm, name)
+
+    def close(self) -> None:
+        """Give back the communicator where it was made for this engine alone. Collective; again is free."""
+        if self.owns_comm:
+            self.comm.close()

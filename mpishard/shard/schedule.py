@@ -220,8 +220,8 @@ def _window(streams: list[tuple[int, list[str]]], start: int, prefetch: int) -> 
     """Return the units of stream ``start`` and the next ``prefetch`` different ones after them."""
     window = list(streams[start][1])
     size = len(window) + prefetch
-    for _, units in streams[start + 1 :]:
-        for unit in units:
+    for later in range(start + 1, len(streams)):  # no slice: it would copy the rest of the step for every reader
+        for unit in streams[later][1]:
             if len(window) >= size:
                 return window
             if unit not in window:

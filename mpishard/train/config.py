@@ -1,4 +1,4 @@
-"""The configuration: one frozen class per section, defaults in the fields, checked before anything starts.
+"""The configuration from where its values come: checked before anything starts.
 
 Values come from a preset, then a TOML file, then ``--set section.key=value``; the later wins.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mpishard.errors import ConfigError
+from mpishard.train.sections import Config, divisors
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,14 +25,6 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 __all__ = [
-    "CommConfig",
-    "Config",
-    "DataConfig",
-    "DebugConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ShardConfig",
-    "TrainConfig",
     "check_ranks",
     "dump_toml",
     "expectation",
@@ -41,147 +33,6 @@ __all__ = [
     "sections",
     "toml_value",
 ]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
-    """The GPT: its shape, its initial values, and the blocks in which it is computed."""
-
-    layers: int = Field(default=4, ge=1, le=10_000, description="transformer blocks")
-    width: int = Field(
-        default=128, ge=1, le=100_000_000, description="features of the residual stream; a multiple of heads"
-    )
-    heads: int = Field(default=4, ge=1, le=100_000_000, description="attention heads of a block")
-    sequence: int = Field(default=128, ge=1, le=100_000_000, description="tokens in a sequence")
-    vocabulary: int = Field(default=256, ge=1, le=100_000_000, description="tokens known; 256 for text as bytes")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="share of activations that are dropped")
-    gelu: Literal["tanh", "exact"] = Field(default="tanh", description="form of GELU; GPT-2 has tanh")
-    attention_block: int = Field(default=64, ge=0, description="query rows computed at once; 0 = the whole sequence")
-    head_chunk: int = Field(default=256, ge=1, description="tokens whose logits and loss are computed at once")
-    init_std: float = Field(default=0.02, gt=0, le=100, description="standard deviation of the initial weights")
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
-        if self.width % self.heads:
-            raise ConfigError(
-                f"model.width is {self.width} and model.heads is {self.heads}; "
-                "the width must be a multiple of the heads, so change one of them"
-            )
-        return self
-
-
-class DataConfig(_Section):
-    """Where the tokens come from. Both files, or neither for the default corpus: Python's own source as bytes."""
-
-    train: str = Field(default="", description="token file to train on; empty = the default corpus")
-    heldout: str = Field(default="", description="token file of held-out text; empty = the default corpus")
-    epochs: int = Field(default=0, ge=0, description="passes over the training file; 0 = repeat without end")
-
-    @model_validator(mode="after")
-    def _check(self) -> DataConfig:
-        for name, path in (("train", self.train), ("heldout", self.heldout)):
-            if "\0" in path or path.encode(errors="replace").decode() != path:
-                raise ConfigError(f"data.{name} is {path!r}; it must be a path in UTF-8: rename the file")
-        if bool(self.train) != bool(self.heldout):
-            given, absent = ("train", "heldout") if self.train else ("heldout", "train")
-            raise ConfigError(
-                f"data.{given} is set and data.{absent} is empty; name both files "
-                "('mpishard data build' makes both), or neither for the default corpus"
-            )
-        return self
-
-
-class OptimConfig(_Section):
-    """AdamW, and the learning rate: a linear rise, then a half cosine down to the last step."""
-
-    lr: float = Field(default=1e-3, gt=0, description="highest learning rate")
-    lr_min: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a fraction of lr")
-    warmup: int = Field(default=20, ge=0, description="steps in which the learning rate rises to lr")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the first moment per step")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="decay of the second moment per step")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    decay: float = Field(default=0.1, ge=0, description="weight decay of matrices, per unit of learning rate")
-    clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
-
-
-class ShardConfig(_Section):
-    """How parameters, gradients and moments are spread over the ranks. It changes no bit of the result."""
-
-    strategy: Literal["full_shard", "no_shard"] = Field(
-        default="full_shard",
-        description="full_shard keeps 1/N of everything on each rank (ZeRO-3), no_shard a whole copy",
-    )
-    prefetch: int = Field(default=1, ge=0, description="units gathered ahead of the one that computes")
-    recompute: Literal["none", "block"] = Field(
-        default="none", description="block keeps only the input of each block and computes the rest again in backward"
-    )
-
-
-class TrainConfig(_Section):
-    """How long, in what batches, and what is measured on the way."""
-
-    steps: int = Field(default=200, ge=1, description="steps of the optimizer")
-    global_batch: int = Field(default=16, ge=1, le=10_000_000, description="sequences in a step, over all ranks")
-    micro_batch: int = Field(
-        default=4, ge=1, le=10_000_000, description="sequences in one pass on one rank; divides global_batch"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**32, description="selects initial weights, data order and dropout")
-    heldout_every: int = Field(default=0, ge=0, description="steps between held-out losses; 0 = only at the end")
-    heldout_batches: int = Field(default=8, ge=1, description="global batches in a held-out loss, at most")
-    log_every: int = Field(default=10, ge=1, description="steps between lines of the log")
-    sample: int = Field(default=0, ge=0, description="bytes of text generated at the end; needs model.vocabulary 256")
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
-        if self.global_batch % self.micro_batch:
-            raise ConfigError(
-                f"train.global_batch is {self.global_batch} and train.micro_batch is {self.micro_batch}; "
-                f"the micro-batch must divide the global batch: use one of {_divisors(self.global_batch)}"
-            )
-        return self
-
-
-class CommConfig(_Section):
-    """How the ranks talk."""
-
-    transport: Literal["auto", "mpi", "local"] = Field(
-        default="auto", description="auto is mpi under mpiexec and local (one rank, no MPI) without"
-    )
-
-
-class DebugConfig(_Section):
-    """Checks that cost time."""
-
-    poison: bool = Field(default=False, description="fill released and not yet arrived buffers with NaN")
-
-
-class Config(_Section):
-    """Everything that a training run was asked to do."""
-
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    shard: ShardConfig = ShardConfig()
-    train: TrainConfig = TrainConfig()
-    comm: CommConfig = CommConfig()
-    debug: DebugConfig = DebugConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> Config:
-        if not self.data.train and self.model.vocabulary < 256:
-            raise ConfigError(
-                f"model.vocabulary is {self.model.vocabulary} and the default corpus is of bytes; "
-                "set model.vocabulary to at least 256, or data.train and data.heldout to files of your own"
-            )
-        if self.train.sample and self.model.vocabulary != 256:
-            raise ConfigError(
-                f"train.sample is {self.train.sample} and model.vocabulary is {self.model.vocabulary}; "
-                "text can be made of bytes alone, so set train.sample to 0 or the vocabulary to 256"
-            )
-        return self
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -200,7 +51,7 @@ def check_ranks(config: Config, size: int) -> None:
         raise ConfigError(
             f"{micro_batches} micro-batches a step (train.global_batch {config.train.global_batch} / "
             f"train.micro_batch {config.train.micro_batch}) cannot be dealt evenly to {size} ranks; "
-            f"use {_divisors(micro_batches)} ranks, or change the batches"
+            f"use {divisors(micro_batches)} ranks, or change the batches"
         )
 
 
@@ -210,9 +61,15 @@ def presets() -> dict[str, str]:
     return {name: text.partition("\n")[0].lstrip("# ") for name, text in files}
 
 
-def load(config_file: Path | None = None, preset: str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a preset, changed by a TOML file, changed by ``section.key=value`` entries.
+def load(
+    config_file: Path | None = None,
+    preset: str | None = None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+) -> Config:
+    """Return the settings of a preset, changed by a TOML file, changed by ``section.key=value`` entries.
 
+    All of them change ``base``, the settings of a run that goes on.
     Values of ``overrides`` are TOML; what is no TOML value is taken as text, so quotes are not needed.
 
     Raises:
@@ -220,6 +77,8 @@ def load(config_file: Path | None = None, preset: str | None = None, overrides: 
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     origins: dict[str, str] = {}
+    if base is not None:
+        _merge(base, "the checkpoint", values, origins)
     if preset is not None:
         known = _preset_files()
         if preset not in known:
@@ -345,12 +204,3 @@ def _preset_files() -> dict[str, str]:
     folder = resources.files("mpishard.train") / "presets"
     files = sorted((item for item in folder.iterdir() if item.name.endswith(".toml")), key=lambda item: item.name)
     return {item.name.removesuffix(".toml"): item.read_text(encoding="utf-8") for item in files}
-
-
-def _divisors(number: int) -> str:
-    found = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    found = sorted({*found, *(number // n for n in found)})
-    if len(found) == 1:
-        return str(found[0])
-    shown = [str(n) for n in found] if len(found) <= 12 else [*map(str, found[:11]), "...", str(found[-1])]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"

@@ -23,7 +23,7 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def planned_memory(
-    model: Model, comm: Communicator, optimizer: Optimizer, settings: Settings, micro_batch: int
+    model: Model, comm: Communicator, optimizer: Optimizer | None, settings: Settings, micro_batch: int
 ) -> dict[str, int]:
     """Return the bytes, by category, that this rank's engine will hold.
 

@@ -171,6 +171,9 @@ def elementwise() -> Iterator[Case]:
         ((3, 5, 7), (7,)),
         ((3, 5, 7), (3, 5, 7)),
         ((TILE + 1,), (TILE + 1,)),
+        ((2, TILE + 1), (TILE + 1,)),
+        ((3, 700, 17), (3, 700, 17)),
+        ((3, 700, 17), ()),
     ):
         yield Case(
             "add",
@@ -182,6 +185,18 @@ def elementwise() -> Iterator[Case]:
             },
             lambda x, y, out: {"out": x + y},
         )
+        for add in (False, True):
+            yield Case(
+                "multiply",
+                f"{shape}-{tail}-{'add' if add else 'write'}",
+                lambda r, t, shape=shape, tail=tail, add=add: {
+                    "x": array(r, t, *shape),
+                    "y": array(r, t, *tail),
+                    "out": array(r, t, *shape),
+                    "add": add,
+                },
+                lambda x, y, out, add: {"out": x * y + (out if add else 0.0)},
+            )
     for tanh in (True, False):
         name = "tanh" if tanh else "exact"
         for n in SIZES:

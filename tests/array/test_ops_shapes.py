@@ -45,6 +45,8 @@ BAD = [
     ("row_dot", (a(2, 3, 4), a(2, 3, 4), a(3, 2)), r"row_dot was given"),
     ("add", (a(2, 3), a(2), a(2, 3)), r"add was given x \(2, 3\), y \(2,\), out \(2, 3\)"),
     ("add", (a(3), a(2, 3), a(2, 3)), r"add was given"),
+    ("multiply", (a(2, 3), a(2), a(2, 3)), r"multiply was given x \(2, 3\), y \(2,\), out \(2, 3\); it"),
+    ("multiply", (a(3), a(2, 3), a(2, 3)), r"multiply was given"),
     ("gelu", (a(2), a(3)), r"gelu was given .* it takes equal shapes"),
     ("gelu_backward", (a(2), a(2), a(3)), r"gelu_backward was given"),
     ("gelu_backward", (a(2), a(3), a(2)), r"gelu_backward was given"),

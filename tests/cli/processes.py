@@ -12,22 +12,30 @@ import mpishard
 ROOT = Path(mpishard.__file__).parents[1]
 
 
-def fresh(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def _run(command, env, cwd):
+    env = (dict(os.environ) if env is None else env) | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=60)
 
 
-def mpiexec(*arguments):
-    """Two ranks of this interpreter under its environment's own launcher."""
-    launcher = Path(sys.executable).with_name("mpiexec")
-    if not launcher.exists():
+def fresh(*arguments, env=None, cwd=None, **variables):
+    """One process without a launcher; ``env`` replaces the environment, ``variables`` are added to it."""
+    return _run([sys.executable, *arguments], (dict(os.environ) if env is None else env) | variables, cwd)
+
+
+def launcher(ranks):
+    """The words that start so many ranks with the launcher of this interpreter's environment."""
+    path = Path(sys.executable).with_name("mpiexec")
+    if not path.exists():
         pytest.skip("no mpiexec beside the interpreter: the MPI is the system's")
-    command = [launcher, "-n", "2", sys.executable, *arguments]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
+    return [str(path), "-n", str(ranks)]
+
+
+def mpiexec(*arguments, ranks=2, env=None, cwd=None):
+    """Some ranks of this interpreter."""
+    return _run([*launcher(ranks), sys.executable, *arguments], env, cwd)
+
+
+def program(ranks, arguments):
+    """The program on one rank without a launcher, or on more with it."""
+    start = fresh if ranks == 1 else mpiexec
+    return start("-m", "mpishard", *arguments)

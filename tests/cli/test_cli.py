@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import mpishard.cli
+import mpishard.launched
 from mpishard.cli import main, program
 from mpishard.cli.options import setting_rows
 from mpishard.cli.train import agree_run_dir
@@ -31,8 +33,9 @@ class Job:
         self.comm = LocalCommunicator(ops)
         return self.comm
 
-    def run(self, config, run_dir, comm):
+    def run(self, config, run_dir, comm, *, resumed, stopper):
         self.config, self.run_dir = config, run_dir
+        assert (resumed, stopper()) == (None, "")
         assert comm is self.comm
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -45,12 +48,13 @@ def job(monkeypatch, tmp_path):
     launch = types.ModuleType("mpishard.comm.launch")
     launch.world = job.world
     launch.install_abort_hook = lambda comm: None
-    launch.environment_rank = lambda: job.rank
-    launch.environment_size = lambda: None
-    loop = types.ModuleType("mpishard.train.loop")
-    loop.run = job.run
+    begin = types.ModuleType("mpishard.train.start")
+    begin.run = job.run
     monkeypatch.setitem(sys.modules, "mpishard.comm.launch", launch)
-    monkeypatch.setitem(sys.modules, "mpishard.train.loop", loop)
+    for module in (mpishard.launched, mpishard.cli):
+        monkeypatch.setattr(module, "environment_rank", lambda: job.rank)
+        monkeypatch.setattr(module, "environment_size", lambda: None)
+    monkeypatch.setitem(sys.modules, "mpishard.train.start", begin)
     monkeypatch.chdir(tmp_path)
     return job
 
@@ -78,7 +82,11 @@ def test_the_commands_and_their_options_are_pinned():
         for name, command in commands.items()
     }
     assert found == {
-        "train": ["--config", "--preset", "--set", "--run-dir", "--print-config"],
+        "train": ["--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--print-config"],
+        "generate": [
+            "--from", "--prompt", "--prompt-tokens", "--tokens", "--temperature", "--top-k", "--seed"
+        ],
+        "schedule": ["--config", "--preset", "--set", "--ranks", "--kind", "--all"],
         "data": [],
         "data build": ["--source", "--out", "--heldout-fraction"],
         "data inspect": ["file"],
@@ -228,11 +236,11 @@ def test_a_bug_passes_through(job):
 
 
 def test_an_interrupt_is_exit_code_130(call, job, monkeypatch):
-    def interrupted(*arguments):
+    def interrupted(*arguments, **more):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(job, "run", interrupted)
-    monkeypatch.setattr(sys.modules["mpishard.train.loop"], "run", interrupted)
+    monkeypatch.setattr(sys.modules["mpishard.train.start"], "run", interrupted)
     assert call("train")[0] == 130
 
 

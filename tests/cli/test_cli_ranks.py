@@ -4,6 +4,8 @@ import pytest
 
 from tests.cli.processes import fresh, mpiexec
 
+pytestmark = pytest.mark.jobs
+
 
 def test_a_mistake_under_mpiexec_is_told_once_and_ends_all_ranks():
     done = mpiexec("-m", "mpishard", "train", "--set", "train.steps=x")

@@ -16,6 +16,7 @@ from mpishard.comm.launch import environment_rank
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
 
 pytestmark = [
+    pytest.mark.jobs,
     pytest.mark.skipif(MPIEXEC is None, reason="needs mpiexec"),
     pytest.mark.skipif(environment_rank() is not None, reason="an MPI job cannot start another one everywhere"),
 ]

@@ -9,7 +9,7 @@ import pytest
 from mpishard.array.dtypes import DTYPES
 from mpishard.comm import Communicator, run_threads
 from mpishard.errors import CommError, ConfigError
-from tests.contracts.communicator import Gather, pair
+from mpishard.testing.rounds import Gather, pair
 
 F4 = DTYPES["float32"]
 

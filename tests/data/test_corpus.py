@@ -86,11 +86,21 @@ def test_two_files_give_one_to_each_side(tmp_path, fraction):
 
 def test_the_tail_of_a_single_file_is_held_out(tmp_path):
     source = tmp_path / "book.txt"
-    data = bytes(i % 251 for i in range(3_000_000))  # longer than one chunk, and no UTF-8
+    data = ("".join(chr(97 + i % 26) + "é∑😀"[i % 3] for i in range(1_000_000))).encode()[:3_000_000]
+    data = data.decode(errors="ignore").encode().ljust(3_000_000, b".")  # longer than one chunk, cut inside characters
     source.write_bytes(data)
     corpus = build_corpus(tmp_path / "out", [source], 0.1)
     assert text(corpus.train) == data[:2_700_000]
     assert text(corpus.heldout) == data[2_700_000:]
+
+
+@pytest.mark.parametrize(("data", "end"), [(b"\xff", 0), (b"ab\xc3", 2), (b"a" * (1 << 20) + b"\xe2\x28\xa1", 1 << 20)])
+def test_a_file_that_is_no_text_is_refused(tmp_path, data, end):
+    (tmp_path / "x").write_bytes(data)
+    with pytest.raises(DataError, match=f"x: is not UTF-8 text from byte {end} on"):
+        build_corpus(tmp_path / "out", [tmp_path / "x"])
+    (tmp_path / "y").write_bytes("∑".encode() * 1_000_000)  # a chunk ends inside a character
+    assert build_corpus(tmp_path / "out", [tmp_path / "y"]).left_out == 0
 
 
 def test_a_file_named_twice_is_not_on_both_sides(tmp_path):

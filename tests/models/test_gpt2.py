@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mpishard.errors import ConfigError
-from mpishard.models.gpt2 import Gpt2, gpt2
+from mpishard.models.gpt2 import Gpt2, gpt2, public_config
 from tests.models.engine_access import engine_for, named
 
 SMALL = Gpt2(layers=2, width=6, heads=3, sequence=5, vocabulary=11)
@@ -70,3 +70,14 @@ def test_initial_values_have_the_deviations_of_gpt_2():
 def test_heads_must_divide_the_width():
     with pytest.raises(ConfigError, match="4 heads do not divide a width of 6; choose a divisor of the width"):
         gpt2(Gpt2(layers=1, width=6, heads=4, sequence=5, vocabulary=11))
+
+
+def test_public_config():
+    """tests/parity/test_transformers.py opens it; here is what that cannot see."""
+    config = public_config(SMALL)
+    assert (config["n_positions"], config["activation_function"], config["bos_token_id"]) == (5, "gelu_new", None)
+    sizes = Gpt2(2, 6, 3, 5, vocabulary=50257, dropout=0.25, gelu_tanh=False, positions=9, std=0.5)
+    config = public_config(sizes)
+    assert (config["n_positions"], config["activation_function"], config["eos_token_id"]) == (9, "gelu", 50256)
+    assert [config[f"{name}_pdrop"] for name in ("embd", "resid", "attn")] == [0.25, 0.25, 0.0]
+    assert config["initializer_range"] == 0.5

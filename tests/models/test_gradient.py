@@ -10,7 +10,7 @@ from mpishard.models.gpt2 import Gpt2
 from tests.models.engine_access import Batch, engine_for, named, summed_gradients, widen
 
 SMALL = Gpt2(layers=2, width=6, heads=3, sequence=7, vocabulary=11, attention_block=3, head_chunk=3)
-STEP = 2e-5  # as in contracts/layer.py
+STEP = 2e-5  # as in mpishard/testing/layer.py
 LIMIT = 1e-7
 
 

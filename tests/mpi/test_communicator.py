@@ -12,7 +12,8 @@ from mpishard.array.dtypes import DTYPES
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm import Communicator, world
 from mpishard.errors import CommError, ConfigError
-from tests.contracts import communicator as suite
+from mpishard.testing import communicator as suite
+from mpishard.testing import rounds
 
 pytestmark = pytest.mark.mpi
 
@@ -58,7 +59,7 @@ def test_calls_above_the_limit_go_in_slices_from_point_to_point(comm: Communicat
     real, limit = comm._mpi, comm.chunk_bytes  # type: ignore[attr-defined]
     recorder = comm._mpi = Recorder(real)  # type: ignore[attr-defined]
     try:
-        for flight in suite.pair(comm):
+        for flight in rounds.pair(comm):
             flight.collective.start().wait_inputs()
         comm.broadcast(np.zeros(301, np.float32))
     finally:
@@ -72,7 +73,7 @@ def test_calls_above_the_limit_go_in_slices_from_point_to_point(comm: Communicat
 
 
 def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:
-    gather = suite.Gather(comm, 10_000, DTYPES["float64"])
+    gather = rounds.Gather(comm, 10_000, DTYPES["float64"])
     gather.fill(0)
     comm.barrier()
     if comm.rank == 0:
@@ -85,7 +86,7 @@ def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:
 
 
 def test_many_collectives_in_flight(comm: Communicator) -> None:
-    gathers = [suite.Gather(comm, 50 + i, DTYPES["float32"], seed=i) for i in range(20)]
+    gathers = [rounds.Gather(comm, 50 + i, DTYPES["float32"], seed=i) for i in range(20)]
     for gather in gathers:
         gather.fill(0)
     works = [gather.collective.start() for gather in gathers]
@@ -97,7 +98,7 @@ def test_many_collectives_in_flight(comm: Communicator) -> None:
 def test_the_programs_own_messages_do_not_meet_ours(comm: Communicator) -> None:
     from mpi4py import MPI
 
-    gather = suite.Gather(comm, 1000, DTYPES["float32"])
+    gather = rounds.Gather(comm, 1000, DTYPES["float32"])
     mine = np.full(3, comm.rank)
     for round_ in range(20):
         gather.fill(round_)
@@ -114,7 +115,7 @@ def cut() -> list[object]:
 @pytest.mark.parametrize(("post", "message"), [(cut, "the cable is cut"), (lambda: [None], "Request")])
 def test_a_failure_in_mpi_reaches_who_waits(comm: Communicator, post: Callable[[], object], message: str) -> None:
     """Whether it is in posting or in testing."""
-    gather = suite.Gather(comm, 3, DTYPES["float32"])
+    gather = rounds.Gather(comm, 3, DTYPES["float32"])
     gather.collective._post = post  # type: ignore[attr-defined]
     work = gather.collective.start()
     for _ in range(2):
@@ -127,7 +128,7 @@ def test_what_was_started_first_is_posted_first(comm: Communicator) -> None:
     """Also where the thread finds several at once, which two collectives of one shape would not survive."""
     from mpishard.comm.pump import Flight
 
-    gathers = [suite.Gather(comm, 9, DTYPES["float32"], seed=seed) for seed in range(3)]
+    gathers = [rounds.Gather(comm, 9, DTYPES["float32"], seed=seed) for seed in range(3)]
     for gather in gathers:
         gather.fill(0)
     if comm.rank == 0:

@@ -9,7 +9,7 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.local import LocalCommunicator
 from mpishard.data.tokens import write_tokens
 from mpishard.errors import ConfigError
-from mpishard.train import loop
+from mpishard.train import start
 from mpishard.train.config import load
 
 pytestmark = pytest.mark.mpi
@@ -54,9 +54,9 @@ def settings(folder, *more):
 def test_a_run_over_mpi_equals_one_of_one_rank(comm, folder):
     if comm.rank == 0:
         config = settings(folder)
-        loop.run(config, folder / "alone", LocalCommunicator(NumpyOps()))
+        start.run(config, folder / "alone", LocalCommunicator(NumpyOps()))
     comm.barrier()
-    assert loop.run(settings(folder), folder / "together", comm) == 0
+    assert start.run(settings(folder), folder / "together", comm) == 0
     if comm.rank == 0:
         reports = [json.loads((folder / name / "report.json").read_text()) for name in ("alone", "together")]
         assert reports[0]["checksum"] == reports[1]["checksum"]
@@ -74,7 +74,7 @@ def test_the_end_of_the_data_is_agreed(comm, folder):
         settings(folder)
     comm.barrier()
     # 71 windows of 7 tokens: 5 steps of 12
-    assert loop.run(settings(folder, "data.epochs=1", "train.steps=50"), folder / "run", comm) == 0
+    assert start.run(settings(folder, "data.epochs=1", "train.steps=50"), folder / "run", comm) == 0
     if comm.rank == 0:
         assert json.loads((folder / "run" / "report.json").read_text())["steps"] == 5
 
@@ -85,5 +85,5 @@ def test_a_mistake_raises_on_every_rank(comm, folder):
     comm.barrier()
     config = settings(folder, "data.train=/nowhere/a.tokens")
     with pytest.raises(ConfigError, match="nowhere"):
-        loop.run(config, folder / "run", comm)
+        start.run(config, folder / "run", comm)
     comm.barrier()

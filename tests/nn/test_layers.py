@@ -5,23 +5,24 @@ import inspect
 import pytest
 
 from mpishard.array.numpy_tiles import TILE
-from mpishard.nn import activation, attention, block, embedding, head, linear, mlp, norm
+from mpishard.nn import activation, attention, block, classifier, embedding, head, linear, mlp, norm
 from mpishard.nn.activation import Dropout, Gelu
 from mpishard.nn.attention import CausalSelfAttention
 from mpishard.nn.block import Block
+from mpishard.nn.classifier import Hidden, LinearHead
 from mpishard.nn.embedding import Embedding
 from mpishard.nn.head import TiedHead
 from mpishard.nn.layer import Layer, LossLayer
 from mpishard.nn.linear import Linear
 from mpishard.nn.mlp import Mlp
 from mpishard.nn.norm import LayerNorm
-from tests.contracts.layer import check_layer, check_loss
+from mpishard.testing import check_layer, check_loss
 
-CHECKED = {Linear, LayerNorm, Gelu, Dropout, Embedding, CausalSelfAttention, Mlp, Block, TiedHead}
+CHECKED = {Linear, LayerNorm, Gelu, Dropout, Embedding, CausalSelfAttention, Mlp, Block, Hidden, LinearHead, TiedHead}
 
 
 def test_every_layer_is_checked_here():
-    modules = (activation, attention, block, embedding, head, linear, mlp, norm)
+    modules = (activation, attention, block, classifier, embedding, head, linear, mlp, norm)
     found = {c for m in modules for _, c in inspect.getmembers(m, inspect.isclass) if issubclass(c, Layer | LossLayer)}
     assert found - {Layer, LossLayer} == CHECKED
 
@@ -103,3 +104,15 @@ def test_block_that_does_not_train(dropout):
 )
 def test_tied_head(x_shape, vocabulary, chunk, ignored):
     check_loss(lambda: TiedHead(vocabulary, x_shape[-1], chunk=chunk), x_shape, classes=vocabulary, ignored=ignored)
+
+
+@pytest.mark.parametrize("tanh", [True, False])
+@pytest.mark.parametrize(("x_shape", "outputs"), [((3, 5, 7), 11), ((1, 1), 1), ((13, 1), 3), ((1, 9), 1), ((7,), 5)])
+def test_hidden(x_shape, outputs, tanh):
+    check_layer(lambda: Hidden("hidden.0", x_shape[-1], outputs, tanh=tanh), x_shape)
+
+
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+@pytest.mark.parametrize(("x_shape", "classes"), [((7, 5), 11), ((1, 1), 1), ((2, 3, 4), 2), ((5, 1), 4), ((1, 3), 5)])
+def test_linear_head(x_shape, classes, ignored):
+    check_loss(lambda: LinearHead("head", x_shape[-1], classes), x_shape, classes=classes, ignored=ignored)

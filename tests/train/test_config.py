@@ -5,9 +5,6 @@ from pydantic import ValidationError
 
 from mpishard.errors import ConfigError
 from mpishard.train.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
     check_ranks,
     dump_toml,
     expectation,
@@ -15,14 +12,17 @@ from mpishard.train.config import (
     presets,
     sections,
 )
+from mpishard.train.sections import Config, DataConfig, ModelConfig
 
 KEYS = {
-    "model": ("layers width heads sequence vocabulary dropout gelu attention_block head_chunk init_std"),
+    "model": "layers width heads sequence positions vocabulary dropout gelu attention_block head_chunk init_std"
+    " init_from",
     "data": "train heldout epochs",
     "optim": "lr lr_min warmup beta1 beta2 eps decay clip",
     "shard": "strategy prefetch recompute",
     "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
-    "comm": "transport",
+    "checkpoint": "every keep final",
+    "comm": "transport silence",
     "debug": "poison",
 }
 
@@ -176,7 +176,7 @@ def test_the_small_presets_share_a_step_among_few_ranks(name):
         (
             "trian.steps=3",
             "there is no section [trian] (--set), did you mean train?; "
-            "there are model, data, optim, shard, train, comm, debug",
+            "there are model, data, optim, shard, train, checkpoint, comm, debug",
         ),
         (
             "model.heads=3",

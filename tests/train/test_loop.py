@@ -10,7 +10,7 @@ from mpishard.comm.local import LocalCommunicator
 from mpishard.comm.threads import run as run_threads
 from mpishard.data.tokens import write_tokens
 from mpishard.errors import ConfigError
-from mpishard.train import loop
+from mpishard.train import start
 from mpishard.train.config import load
 
 
@@ -42,9 +42,9 @@ def train(where, files, *more, ranks=1):
     """Train on ``ranks`` threads; return the lines of metrics and the report."""
     config = load(None, None, [*SMALL, *files, *more])
     if ranks == 1:
-        assert loop.run(config, where, LocalCommunicator(NumpyOps())) == 0
+        assert start.run(config, where, LocalCommunicator(NumpyOps())) == 0
     else:
-        assert run_threads(ranks, lambda comm: loop.run(config, where, comm)) == [0] * ranks
+        assert run_threads(ranks, lambda comm: start.run(config, where, comm)) == [0] * ranks
     lines = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
     return lines, json.loads((where / "report.json").read_text())
 
@@ -94,10 +94,10 @@ def test_the_end_of_the_data_ends_the_run(tmp_path, files, capsys):
 
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path, files):
     train(tmp_path / "run", files)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="already holds a run"):
         train(tmp_path / "run", files, ranks=2)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
 def test_a_run_that_cannot_start_writes_nothing(tmp_path, files):
@@ -144,7 +144,7 @@ def test_ranks_with_other_token_files_are_refused(tmp_path, files):
     def main(comm):
         own = [f"data.train={tmp_path}/other.tokens"] if comm.rank == 1 else []
         with pytest.raises(ConfigError, match=r"rank 1 has training file .*, rank 0 has training file"):
-            loop.run(load(None, None, [*SMALL, *files, *own]), tmp_path / "run", comm)
+            start.run(load(None, None, [*SMALL, *files, *own]), tmp_path / "run", comm)
 
     run_threads(2, main)
     assert not (tmp_path / "run").exists()
@@ -169,10 +169,10 @@ def test_a_disk_that_is_full_ends_the_run_with_a_line(tmp_path, files, monkeypat
     def full(*arguments):
         raise OSError(28, "No space left on device", str(tmp_path / "metrics.jsonl"))
 
-    monkeypatch.setattr(loop.RunDirectory, "write", full)
+    monkeypatch.setattr(start.RunDirectory, "write", full)
     comm = LocalCommunicator(NumpyOps())
     monkeypatch.setattr(comm, "abort", lambda message, code: said.append((message, code)))
-    loop.run(load(None, None, [*SMALL, *files]), tmp_path / "run", comm)
+    start.run(load(None, None, [*SMALL, *files]), tmp_path / "run", comm)
     ((message, code),) = said
     assert code == 2
     assert "metrics.jsonl: cannot be written (No space left on device); make room" in message

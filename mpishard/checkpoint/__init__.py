@@ -1,0 +1,15 @@
+"""Checkpoints: standard safetensors files that all ranks write and read at once, and a manifest.
+
+::
+
+    save(engine, folder / "step-00000100", configuration={"lr": 0.001})
+    manifest = load(engine, newest(folder))     # on any number of ranks
+    load_weights(engine, Path("model.safetensors"))
+"""
+
+from mpishard.checkpoint.loading import load
+from mpishard.checkpoint.manifest import Manifest, Tensor, newest, read_manifest
+from mpishard.checkpoint.saving import save
+from mpishard.checkpoint.weights import load_weights
+
+__all__ = ["Manifest", "Tensor", "load", "load_weights", "newest", "read_manifest", "save"]

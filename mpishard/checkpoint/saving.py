@@ -1,0 +1,200 @@
+"""Saving: every rank writes its byte ranges of the same files, and a rename makes them a checkpoint.
+
+[Note: three parts of a save]
+*Capture* notes what this rank has to write, and where. *Write* puts it there; it speaks to no other rank. *Commit*
+makes the directory a checkpoint. A capture refers to the engine's arrays, which hold until the next step begins; a
+copy of them would let training go on while another thread writes.
+
+[Note: when there is a checkpoint]
+All is written in a hidden directory beside the final one, on the disk before it gets its name. A checkpoint that has
+that name is set aside first and removed last; a save that was killed between two renames leaves it aside, and the
+next save of that name puts it back before it begins.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mpishard
+from mpishard.array.dtypes import Array
+from mpishard.checkpoint.agree import agreed, by_rank_zero, from_rank_zero, system_errors
+from mpishard.checkpoint.header import Header, make_header
+from mpishard.checkpoint.manifest import MANIFEST, Manifest, Tensor
+from mpishard.checkpoint.ranges import write_from
+from mpishard.checkpoint.tensors import FORMAT_TYPES, arrays_of, checksums, public_name, shapes_of, type_of
+from mpishard.errors import CheckpointError
+from mpishard.shard.engine import Engine
+from mpishard.shard.state import own_pieces
+
+__all__ = ["save"]
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """What this rank writes: the first bytes of each file, and (file, place in it in bytes, values)."""
+
+    heads: Mapping[str, tuple[bytes, Header]]
+    ranges: tuple[tuple[str, int, Array], ...]
+    manifest: Manifest
+
+
+def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside: Mapping[str, str] = {}) -> None:
+    """Write the engine's parameters, optimiser states and counters as the directory ``path``. Collective.
+
+    ``model.safetensors`` opens in other people's tools; so does the file of each optimiser state. Arrays are of the
+    engine's type. A checkpoint of the same name is replaced.
+
+    Args:
+        path: the same on all ranks, on a file system that all ranks see.
+        configuration: what the manifest says of the run: a table that JSON can hold.
+        beside: texts of further files, by name.
+
+    Raises:
+        CheckpointError: on all ranks, when any of them cannot write; what was there before is whole.
+    """
+    if path.name in ("", ".."):
+        raise CheckpointError(f"{path}: has no name of its own to give a checkpoint; add one, such as step-00000100")
+    capture = _capture(engine, configuration, beside)
+    comm = engine.comm
+    token = from_rank_zero(comm, lambda: secrets.token_hex(4).encode()).decode()
+    folder = path.with_name(f"{_hidden(path, 'new')}{token}")
+    try:
+        small = by_rank_zero(comm, lambda: _prepare(path, folder, capture, beside)) or {}
+        agreed(comm, lambda: _write(folder, capture, comm.rank))
+        by_rank_zero(comm, lambda: _commit(path, folder, small))
+    except CheckpointError:  # on all ranks; none goes on while the directory is there
+        by_rank_zero(comm, lambda: _remove(folder))
+        raise
+    except BaseException:
+        if comm.rank == 0:
+            _remove(folder)
+        raise
+
+
+def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[str, str]) -> _Capture:
+    shapes = shapes_of(engine.model)
+    arrays = arrays_of(engine.states)
+    dtype = type_of(engine)
+    head = make_header(shapes.items(), FORMAT_TYPES[dtype])
+    files = {f"{array}.safetensors": head for array in arrays}
+    ranges = []
+    for part, piece in own_pieces(engine.state):
+        entry = head[1].entries[public_name(engine.model, part.unit, piece.slot.name)]
+        for array, name in arrays.items():
+            values = part.slice_of(name)[piece.offset : piece.end]
+            ranges.append((f"{array}.safetensors", entry.at(piece.start), values))
+    sums = checksums(engine)
+    manifest = Manifest(
+        mpishard=mpishard.__version__,
+        step=engine.steps,
+        updates=engine.updates,
+        samples=engine.steps * engine.global_batch,
+        dtype=dtype,
+        configuration=dict(configuration),
+        tensors=tuple(
+            Tensor(name, shape, {array: f"{sums[array][name]:016x}" for array in arrays})
+            for name, shape in shapes.items()
+        ),
+        files={
+            **{name: header.size for name, (_, header) in files.items()},
+            **{name: len(text.encode()) for name, text in beside.items()},
+        },
+        checksum=f"{sum(value for row in sums.values() for value in row.values()) % 2**64:016x}",
+    )
+    return _Capture(files, tuple(ranges), manifest)
+
+
+def _prepare(path: Path, folder: Path, capture: _Capture, beside: Mapping[str, str]) -> dict[str, bytes]:
+    """Make the hidden directory with the large files in their full length, and return the small ones; rank 0."""
+    for name in beside:
+        if name in {"", MANIFEST} or name.startswith(".") or Path(name).name != name or name.endswith(".safetensors"):
+            raise CheckpointError(f"{name!r} cannot be the name of a file beside the tensors; choose another")
+    small = {name: text.encode() for name, text in {**beside, MANIFEST: capture.manifest.text()}.items()}
+    with system_errors(path, 0, writing=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(path)
+        if path.is_symlink() or (path.exists() and not (path / MANIFEST).is_file()):
+            raise CheckpointError(f"{path}: is there and is no checkpoint; remove it, or choose another name")
+        folder.mkdir()
+        for name, (raw, header) in capture.heads.items():
+            with (folder / name).open("xb") as file:
+                file.write(raw)
+                file.truncate(header.size)
+    return small
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a killed save of this name has left; first put back what it had set aside."""
+    aside, new = (_hidden(path, kind) for kind in ("old", "new"))
+    for found in sorted(path.parent.iterdir()):
+        if found.name.startswith(aside) and not path.exists() and (found / MANIFEST).is_file():
+            found.rename(path)
+        elif found.name.startswith((aside, new)):
+            _remove(found)
+
+
+def _hidden(path: Path, kind: str) -> str:
+    return f".{path.name}.{kind}-"
+
+
+def _write(folder: Path, capture: _Capture, rank: int) -> None:
+    """Write this rank's ranges and put them on the disk."""
+    for name in capture.heads:
+        path = folder / name
+        with system_errors(path, rank, writing=True), _opened(path, os.O_WRONLY) as file:
+            for target, offset, values in capture.ranges:
+                if target == name:
+                    write_from(file, values, offset)
+            os.fsync(file)
+
+
+def _commit(path: Path, folder: Path, small: Mapping[str, bytes]) -> None:
+    """Add the small files and give the directory its name; rank 0."""
+    with system_errors(path, 0, writing=True):
+        for name, content in small.items():
+            with (folder / name).open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        _sync(folder)
+        aside = path.with_name(_hidden(path, "old") + folder.name.removeprefix(_hidden(path, "new")))
+        named = False
+        try:
+            if path.exists():
+                path.rename(aside)
+            folder.rename(path)
+            named = True
+            _sync(path.parent)
+        except OSError:
+            if named:
+                path.rename(folder)
+            if aside.exists():
+                aside.rename(path)
+            raise
+        _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a directory on the disk."""
+    with _opened(folder, os.O_RDONLY) as file:
+        os.fsync(file)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)

@@ -1,0 +1,145 @@
+"""``mpishard schedule``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mpishard.cli.options import ConfiguredCommand
+
+if TYPE_CHECKING:
+    from mpishard.nn.model import Model
+    from mpishard.shard.instructions import Instruction
+    from mpishard.train.sections import Config
+
+__all__ = ["KINDS", "described", "schedule"]
+
+#: what an engine runs: a training step, a held-out loss of one global batch, the predictions for one sequence
+KINDS = ("step", "evaluate", "predict")
+
+
+@click.command(cls=ConfiguredCommand)
+@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of settings.")
+@click.option("--preset", metavar="NAME", help="Settings to begin with; listed below.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be given many times."
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Ranks of the run to be."
+)
+@click.option("--kind", type=click.Choice(KINDS), default="step", show_default=True, help="Which list to print.")
+@click.option("--all", "every", is_flag=True, help="Print also micro-batches that repeat the one before.")
+def schedule(
+    config_file: Path | None, preset: str | None, overrides: Sequence[str], ranks: int, kind: str, every: bool
+) -> int:
+    """Print the list of instructions that each rank runs in a step.
+
+    Settings are those of mpishard train. Nothing is run, and no memory is taken for it. Every rank runs the same list.
+    """
+    from mpishard.launched import environment_rank
+    from mpishard.train.config import load
+
+    config = load(config_file, preset, overrides)
+    text = described(config, ranks, kind, every=every)
+    if environment_rank() in (None, 0):
+        click.echo("\n".join(text))
+    return 0
+
+
+def described(config: Config, ranks: int, kind: str = "step", *, every: bool = False) -> list[str]:
+    """Return what ``mpishard schedule`` prints, line by line.
+
+    Args:
+        ranks: ranks of the run, which divide the micro-batches of a step.
+        kind: one of ``KINDS``.
+        every: also micro-batches that repeat the one before.
+
+    Raises:
+        ConfigError: the ranks do not divide the micro-batches.
+    """
+    from mpishard.shard.engine import outline_of
+    from mpishard.shard.instructions import Evaluate, Predict
+    from mpishard.shard.schedule import Settings, build_forward, build_step
+    from mpishard.shard.text import legend, lines
+    from mpishard.train.config import check_ranks
+    from mpishard.train.model import build_model
+
+    check_ranks(config, ranks)
+    shard, batch = config.shard, config.train
+    micros = 1 if kind == "predict" else batch.global_batch // batch.micro_batch // ranks
+    settings = Settings(shard.strategy, shard.prefetch, shard.recompute, micros)
+    model = build_model(config.model)
+    outline = outline_of(model)
+    if kind == "step":
+        listed = build_step(outline, settings)
+    else:
+        listed = build_forward(outline, settings, Evaluate if kind == "evaluate" else Predict)
+    share = f"{_many(micros, 'micro-batch', 'es')} of {_many(batch.micro_batch, 'sequence')} a rank"
+    text = [
+        f"{kind}: {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}, "
+        f"{_many(ranks, 'rank')}, {share if kind != 'predict' else 'the same sequence on every rank'}",
+        *_units(model, ranks),
+        "",
+        *lines(listed, every=every),
+        "",
+        *(f"{name:10} {meaning}" for name, meaning in legend(listed)),
+        "",
+        *_sums(listed, model, ranks),
+    ]
+    if kind == "evaluate":
+        text.append("after the list, one record from every rank: its loss")
+    return text
+
+
+def _units(model: Model, ranks: int) -> list[str]:
+    """Say how large the units are; neighbours of one size share a line."""
+    from mpishard.shard.layout import layout
+    from mpishard.train.display import size
+
+    text: list[str] = []
+    units = list(model.units)
+    while units:
+        flat = layout(units[0].specs, ranks)
+        alike = next((i for i, unit in enumerate(units) if unit.specs != units[0].specs), len(units))
+        names = units[0].name if alike == 1 else f"{units[0].name} to {units[alike - 1].name}"
+        count = sum(slot.size for slot in flat.slots)
+        each = " each" if alike > 1 else ""
+        text.append(
+            f"{'unit' if alike == 1 else 'units'} {names}: {count:,} parameters{each}, "
+            f"{size(4 * flat.total)} whole, {size(4 * flat.shard)} a shard"
+        )
+        del units[:alike]
+    return text
+
+
+def _sums(listed: Sequence[Instruction], model: Model, ranks: int) -> list[str]:
+    """Say what the list sends, and what it gathers at most."""
+    from mpishard.shard.control import Report
+    from mpishard.shard.exact import ExactSum
+    from mpishard.shard.instructions import Agree, Gather, Reduce, Replicate
+    from mpishard.shard.layout import layout
+    from mpishard.shard.text import most_gathered, sent
+    from mpishard.train.display import size
+
+    sizes = {unit.name: 4 * layout(unit.specs, ranks).total for unit in model.units}
+    record = len(Report(b"", b"", 0, ExactSum(), ExactSum(), 0, False, False).pack())
+    names = {Gather: "all-gather", Reduce: "reduce-scatter", Replicate: "all-gather of gradients", Agree: "record"}
+    found = sent(listed, sizes, ranks, record)
+    text = [
+        f"a rank sends {size(each.bytes)} ({each.bytes:,} bytes) in {_many(each.calls, names[kind])}"
+        for kind, each in found.items()
+    ]
+    units, most = most_gathered(listed, sizes)
+    shown = ", ".join(units) if len(units) <= 6 else f"{', '.join(units[:5])}, ... {units[-1]}"
+    text.append(
+        f"gathered at most at once: {shown}, {size(most)}" if units else "nothing is gathered: a rank holds every unit"
+    )
+    return text
+
+
+def _many(count: int, name: str, plural: str = "s") -> str:
+    first, space, rest = name.partition(" ")
+    return f"{count:,} {first}{plural if count != 1 else ''}{space}{rest}"

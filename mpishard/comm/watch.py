@@ -1,0 +1,272 @@
+"""A rank that is gone or silent ends the job: MPI alone would let its peers wait for ever.
+
+[Note: who watches whom]
+Each rank has a record (:mod:`mpishard.comm.record`) and a thread that ticks every half second. A tick gives a sign
+of life and looks at peers: at all ranks of the own node, and, from the first rank of a node, at the first rank of
+the next node. So the load of a file system that the nodes share grows with ranks, not with their square.
+
+- A peer on the same kernel and in the same PID namespace is looked up by pid and start time. A process that is
+  stopped or slow is still there; one that has ended, waited for or not, is gone.
+- Any other peer is known by its beats. It is *silent* when they have stood still over so many successful ticks of
+  the watching rank as make up ``silence`` seconds. Ticks count, not the clock: nobody is taken for silent because
+  the whole job was suspended or because the file system stood still for all.
+
+[Note: how ranks learn of it]
+The folder holds ``ended``, made empty at the start, because a file that is there is seen to change sooner over NFS
+than a new one is seen to appear. Who finds a peer gone says so in it, and every rank reads it in each tick. Who
+can make the file ``found`` is the one that prints. Then each rank waits for ``GRACE`` seconds, in which a launcher
+that ends the job by itself does so with its own exit code, and leaves by ``os._exit``: the main thread may sit in
+MPI, or in a computation, and never come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mpishard.comm.base import Communicator
+from mpishard.comm.record import RankRecord, State, kernel_identity, process_start, read_record, record_path
+from mpishard.comm.together import on_rank_zero, together
+from mpishard.errors import ConfigError
+
+__all__ = ["EXIT_PEER_GONE", "GRACE", "TICK", "Watch"]
+
+#: The exit code of a rank that ends because a peer is gone, silent or has failed.
+EXIT_PEER_GONE = 3
+#: Seconds from tick to tick.
+TICK = 0.5
+#: Seconds between learning of a failure and ending.
+GRACE = 2.0
+
+#: node, rank in the node, pid, start time, identity: what ranks tell each other at the start
+_PLACE = struct.Struct("=qqqq16s")
+#: kind and rank of the failure that ``ended`` names
+_ENDED = struct.Struct("=8sq")
+_FAILED, _GONE = b"failed", b"gone"
+
+
+@dataclass
+class _Peer:
+    """A rank that this one watches."""
+
+    rank: int
+    pid: int
+    started: int
+    #: its process can be looked up from here
+    visible: bool
+    beats: int = -1
+    #: successful ticks since its beats moved
+    quiet: int = 0
+
+
+class Watch:
+    """Watches the peers of this rank from :meth:`__enter__` to :meth:`__exit__`; both are collective.
+
+    ::
+
+        with Watch(comm, run_dir / "ranks", silence=120) as watch:
+            for step in range(steps):
+                watch.at_step(step)
+                ...
+
+    Leaving in order waits for all ranks, so that nobody takes one that has ended for one that is gone. Leaving by
+    an exception waits for nobody: the others end after ``GRACE`` seconds, unless the launcher is faster. One rank,
+    or ranks that are threads of one process, keep their records and watch nobody.
+
+    Args:
+        comm: the ranks.
+        folder: on a file system that all ranks see; made where it is missing. What an earlier run left is removed.
+        silence: seconds without a beat after which a rank on another machine is taken for gone; 0 for never. More
+            than a beat can be late: a beat waits for code that holds the interpreter's lock.
+
+    Raises:
+        ConfigError: ``silence`` is negative or not finite.
+    """
+
+    def __init__(self, comm: Communicator, folder: Path, *, silence: float) -> None:
+        if not 0 <= silence < math.inf:
+            raise ConfigError(f"a silence of {silence:g} s was asked for; give seconds, or 0 to wait for ever")
+        self.folder = folder
+        self._comm, self._silence = comm, silence
+        self._peers: list[_Peer] = []
+        self._failed_ticks = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._exit: Callable[[int], object] = os._exit
+
+    def note(self, name: bytes) -> None:
+        """Say which operation begins; see :meth:`RankRecord.note`."""
+        self._record.note(name)
+
+    def at_step(self, step: int) -> None:
+        """Say which step begins."""
+        self._record.at_step(step)
+
+    def __enter__(self) -> Watch:
+        """Make the records and begin to watch.
+
+        Raises:
+            ConfigError: on all ranks, when one cannot make its record.
+        """
+        comm = self._comm
+        on_rank_zero(comm, self._clean)
+        self._record = together(comm, lambda: RankRecord(self.folder, comm.rank, comm.size))
+        self._find_peers()
+        if self._peers:
+            self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state = State.FAILED
+        try:
+            if kind is None:
+                self._comm.barrier()  # still watched: a peer may be gone now too
+                state = State.ENDED
+        finally:
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join()
+            with contextlib.suppress(OSError):
+                self._record.close(state)
+            if state is State.FAILED:
+                self._tell(_FAILED, self._comm.rank)
+
+    # --- the start
+
+    def _clean(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in [*self.folder.glob("rank-*"), self.folder / "found"]:
+            path.unlink(missing_ok=True)
+        (self.folder / "ended").write_bytes(b"")
+
+    def _find_peers(self) -> None:
+        node, pid, identity = self._comm.node, os.getpid(), kernel_identity()
+        mine = _PLACE.pack(node.index, node.local_rank, pid, process_start(pid) or 0, identity)
+        self._flushes = node.local_rank == 0 and node.count > 1
+        for rank, record in enumerate(self._comm.exchange(mine)):
+            index, local_rank, other, started, theirs = _PLACE.unpack(record)
+            near = index == node.index
+            next_leader = self._flushes and local_rank == 0 and index == (node.index + 1) % node.count
+            if (near or next_leader) and (other, theirs) != (pid, identity):
+                # A kernel may hide processes even so; then beats have to do.
+                peer = _Peer(rank, other, started, visible=True)
+                peer.visible = theirs == identity and not _is_gone(peer)
+                self._peers.append(peer)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK):
+            self._tick()
+
+    def _tick(self) -> None:
+        for peer in self._peers:
+            if peer.visible and _is_gone(peer):
+                self._lost(peer)
+        # A tick in which the file system fails is none: it counts for nobody's silence.
+        with contextlib.suppress(OSError):
+            self._record.beat(self._flushes)
+            self._hear()
+            for peer in self._peers:
+                if not peer.visible:
+                    self._listen(peer)
+        self._peers = [peer for peer in self._peers if peer.rank >= 0]
+
+    def _lost(self, peer: _Peer) -> None:
+        """Its process has ended: in order, by an exception, or by something that left it no time."""
+        snapshot = None
+        with contextlib.suppress(OSError):
+            snapshot = read_record(record_path(self.folder, peer.rank))
+        if snapshot is None or snapshot.state is State.RUNNING:
+            self._end(peer.rank, "is gone")
+        else:
+            self._let_go(peer, snapshot.state)
+
+    def _let_go(self, peer: _Peer, state: State) -> None:
+        if state is State.FAILED:
+            self._tell(_FAILED, peer.rank)  # it may not have come to that itself
+        peer.rank = -1
+
+    def _listen(self, peer: _Peer) -> None:
+        snapshot = read_record(record_path(self.folder, peer.rank))
+        if snapshot is None:
+            return
+        if snapshot.state is not State.RUNNING:
+            self._let_go(peer, snapshot.state)
+        elif snapshot.beats != peer.beats:
+            peer.beats, peer.quiet = snapshot.beats, 0
+        else:
+            peer.quiet += 1
+            if self._silence and peer.quiet * TICK >= self._silence:
+                self._end(peer.rank, f"has given no sign of life for {self._silence:g} s")
+
+    def _hear(self) -> None:
+        """Read what others have found."""
+        data = (self.folder / "ended").read_bytes()
+        if len(data) < _ENDED.size:
+            return
+        kind, rank = _ENDED.unpack_from(data)
+        if kind.rstrip(b"\0") == _GONE:
+            self._leave()
+            return
+        self._failed_ticks += 1
+        if self._failed_ticks * TICK > GRACE:
+            self._end(rank, "has failed")
+
+    # --- the end
+
+    def _end(self, rank: int, what: str) -> None:
+        """Print one line, unless another rank has, and end this process."""
+        if self._claims():
+            self._tell(_GONE, rank)
+            os.write(2, f"mpishard: {self._describe(rank, what)}\n".encode())  # sys.stderr may be locked for ever
+        self._leave()
+
+    def _leave(self) -> None:
+        time.sleep(GRACE)
+        self._exit(EXIT_PEER_GONE)
+        self._stop.set()
+
+    def _claims(self) -> bool:
+        try:
+            os.close(os.open(self.folder / "found", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # rather twice than not at all
+        return True
+
+    def _tell(self, kind: bytes, rank: int) -> None:
+        """Write into ``ended``, where that can be done; that a rank has failed is no news where one is gone."""
+        with contextlib.suppress(OSError), open(self.folder / "ended", "r+b", buffering=0) as file:
+            if kind == _GONE or not file.read(1):
+                file.seek(0)
+                file.write(_ENDED.pack(kind, rank))
+
+    def _describe(self, rank: int, what: str) -> str:
+        snapshot = None
+        with contextlib.suppress(OSError):
+            snapshot = read_record(record_path(self.folder, rank))
+        known = f" (host {snapshot.host}, pid {snapshot.pid}, {snapshot})" if snapshot else ""
+        return (
+            f"rank {rank}{known} {what}; the other ranks end with exit code {EXIT_PEER_GONE}; look for the cause "
+            "where it ran (memory, a signal, a traceback), then resume from the last checkpoint"
+        )
+
+
+def _is_gone(peer: _Peer) -> bool:
+    try:
+        return process_start(peer.pid) != peer.started
+    except OSError:
+        return False

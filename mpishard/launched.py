@@ -1,0 +1,52 @@
+"""What the launcher has told this process in its environment. Imports nothing, so that every rank can ask.
+
+SLURM sets ``SLURM_PROCID`` and ``SLURM_NTASKS`` in a batch script too, where one plain process runs; only a
+step, which ``srun`` makes, says how many processes there are.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["abort_before_mpi", "environment_rank", "environment_size", "in_step"]
+
+
+def _number(*names: str) -> int | None:
+    """Return the first of the variables that holds a number."""
+    for name in names:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return int(value)
+    return None
+
+
+def in_step() -> bool:
+    """Return whether ``srun`` has started this process."""
+    return _number("SLURM_STEP_ID") is not None and _number("SLURM_STEP_NUM_TASKS") is not None
+
+
+def environment_rank() -> int | None:
+    """Return the rank that the launcher gave this process; None without a launcher. Starts no MPI."""
+    rank = _number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+    return _number("SLURM_PROCID") if rank is None and in_step() else rank
+
+
+def environment_size() -> int | None:
+    """Return how many processes the launcher started; None where it does not say. Starts no MPI."""
+    size = _number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    return _number("SLURM_STEP_NUM_TASKS") if size is None and in_step() else size
+
+
+def abort_before_mpi(code: int) -> None:
+    """Ask the launcher to end all ranks, from one that cannot start MPI and for which the others wait.
+
+    MPICH's launcher and SLURM's pmi2 leave ranks to wait when one of them exits before it has started MPI. Both hear
+    the PMI 1.1 command ``abort`` (Balaji et al. 2010, "PMI: A scalable parallel process-management interface") on the
+    descriptor ``PMI_FD``. Other launchers end the job by themselves when a rank exits with another code than 0.
+    """
+    descriptor = os.environ.get("PMI_FD", "")
+    if descriptor.isdecimal():
+        try:
+            os.write(int(descriptor), f"cmd=init pmi_version=1 pmi_subversion=1\ncmd=abort exitcode={code}\n".encode())
+        except OSError:
+            return  # the launcher is gone, and so will be the others

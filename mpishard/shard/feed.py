@@ -1,0 +1,121 @@
+"""Whole arrays as a feed: each rank cuts its micro-batches out of one global batch.
+
+[Note: every rank sees the same batch]
+A batch is given whole, and alike, on every rank. Before a step the ranks compare digests of it, so a shuffle that was
+not seeded alike is an error on all of them and no silent mix of two batches; what does not fit is an error on all
+of them too, where one rank alone would leave the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mpishard.array.constants import IGNORE
+from mpishard.array.dtypes import Array, dtype
+from mpishard.comm.base import Communicator
+from mpishard.errors import ConfigError
+from mpishard.nn.embedding import Embedding
+from mpishard.nn.layer import LossLayer
+from mpishard.nn.model import Model
+
+__all__ = ["Batch", "batch", "prepare"]
+
+_DIGEST = 16
+_RECORD = 512  # bytes that a rank tells of its batch: the digest, then what is wrong with it
+
+
+class Batch:
+    """A feed of one global batch; :func:`batch` makes it."""
+
+    def __init__(self, inputs: Array, targets: Array) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __call__(self, micro: int, inputs: Array, targets: Array) -> None:
+        """Copy the rows of global micro-batch ``micro``."""
+        rows = slice(micro * inputs.shape[0], (micro + 1) * inputs.shape[0])
+        inputs[...] = self.inputs[rows]
+        targets[...] = self.targets[rows]
+
+    def problem(self, model: Model, samples: int) -> str:
+        """Say what keeps the batch from being ``samples`` samples of the model; empty where nothing does."""
+        due = (("inputs", self.inputs, model.sample_shape), ("targets", self.targets, model.target_shape))
+        for name, array, shape in due:
+            if array.shape != (samples, *shape):
+                return (
+                    f"{name} of the batch have shape {array.shape}; a step of this engine takes {(samples, *shape)}, "
+                    "its global batch first"
+                )
+        head = model.stages[-1].layer
+        if self.targets.dtype.kind not in "iu":
+            return f"targets of the batch are {self.targets.dtype}; they must be whole numbers, such as int64"
+        if isinstance(head, LossLayer):
+            counted = self.targets[self.targets != IGNORE]
+            most = head.outputs() - 1
+            if found := _outside(counted, most):
+                return f"a target of the batch is {found}; it must be 0 to {most}, or {IGNORE} (not counted)"
+        if dtype(model.sample_dtype).kind != "i":
+            found = str(self.inputs.dtype) if self.inputs.dtype.kind not in "fiu" else ""
+            return found and f"inputs of the batch are {found}; the model takes {model.sample_dtype}"
+        if self.inputs.dtype.kind not in "iu":
+            return f"inputs of the batch are {self.inputs.dtype}; the model takes tokens, such as int64"
+        first = model.stages[0].layer
+        most = first.vocabulary - 1 if isinstance(first, Embedding) else 2**63 - 1
+        if found := _outside(self.inputs, most):
+            return f"an input of the batch is {found}; the model knows the tokens 0 to {most}"
+        return ""
+
+    def digest(self) -> bytes:
+        """Name the values of the whole batch."""
+        found = hashlib.blake2b(digest_size=_DIGEST)
+        for array in (self.inputs, self.targets):
+            found.update(f"{array.dtype.str}{array.shape}".encode())
+            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return found.digest()
+
+
+def batch(inputs: ArrayLike, targets: ArrayLike) -> Batch:
+    """Return the feed of one global batch, for ``step`` or ``evaluate`` of an engine.
+
+    Args:
+        inputs: (global_batch, ...) samples: tokens, or features of any type that a float can hold.
+        targets: (global_batch, ...) whole numbers; those of -100 have no loss and are not counted.
+
+    Every rank gives the whole batch, the same on all; it computes on its own rows. Ranks compare a digest of it, which
+    reads the whole batch: where that, or holding it, is too much, give a function instead that fills the
+    arrays of one micro-batch (``Feed`` in mpishard.shard.runner).
+
+    The engine's methods raise ConfigError, on every rank, when shapes, types or values do not fit the model, or when
+    the ranks give different batches.
+    """
+    return Batch(np.asarray(inputs), np.asarray(targets))
+
+
+def prepare(feed: object, model: Model, samples: int, comm: Communicator) -> None:
+    """Check a :class:`Batch` on all ranks before a step; any other feed is its maker's concern. Collective.
+
+    Raises:
+        ConfigError: on every rank, when some rank's batch does not fit, or is not that of rank 0.
+    """
+    if not isinstance(feed, Batch):
+        return
+    mine = feed.problem(model, samples).encode()[: _RECORD - _DIGEST]
+    digest = feed.digest() if comm.size > 1 else bytes(_DIGEST)
+    records = comm.exchange((digest + mine).ljust(_RECORD, b"\0"))
+    for record in records:
+        if message := record[_DIGEST:].rstrip(b"\0").decode(errors="replace"):
+            raise ConfigError(message)
+    for rank, record in enumerate(records):
+        if record[:_DIGEST] != records[0][:_DIGEST]:
+            raise ConfigError(
+                f"rank {rank} gives another batch than rank 0; give the whole global batch, the same on every rank "
+                "(is the shuffle seeded alike?)"
+            )
+
+
+def _outside(values: Array, most: int) -> str:
+    """Return a value below 0 or above ``most``; empty where there is none."""
+    found = (int(values.min()), int(values.max())) if values.size else ()
+    return next((str(value) for value in found if not 0 <= value <= most), "")

@@ -1,0 +1,113 @@
+"""Rounds of collectives whose result every rank can work out: ranks draw each other's data from seeds.
+
+All comparisons are of bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpishard.array.dtypes import DTYPES, Array, DType, accumulator
+from mpishard.comm.base import Collective, Communicator
+from mpishard.testing.contract import ContractError, require
+
+__all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "room", "same"]
+
+
+def data(count: int, dtype: DType, *seed: int) -> Array:
+    """Draw numbers of very different size, so that another order of sums has other bits; any bits for integers."""
+    rng = np.random.default_rng([count, *seed])
+    if dtype.kind == "f":
+        return (rng.standard_normal(count) * 10.0 ** rng.uniform(-3, 3, count)).astype(dtype)
+    return rng.integers(0, 256, count * dtype.itemsize, dtype=np.uint8).view(dtype)
+
+
+def same(found: Array, expected: Array, what: str) -> None:
+    """Compare bits."""
+    alike = found.dtype == expected.dtype and found.shape == expected.shape
+    require(alike, f"{what}: {found} is not like {expected}")
+    wrong = np.flatnonzero(found.view(np.uint8) != expected.view(np.uint8)) // max(1, found.itemsize)
+    if wrong.size:
+        i = int(wrong[0])
+        raise ContractError(f"{what}: {wrong.size} bytes differ, first element {i}: {found[i]!r} not {expected[i]!r}")
+
+
+def ordered(fulls: list[Array], start: int, count: int, before: Array | None) -> Array:
+    """Return what a reduce-scatter must give: the ranks' blocks, one after another, in fp32 (fp64 for fp64)."""
+    wide = [full[start : start + count].astype(accumulator(full.dtype)) for full in fulls]
+    total: Array = wide.pop(0).copy() if before is None else before.copy()
+    for part in wide:
+        total = total + part
+    return total
+
+
+def room(comm: Communicator, count: int, dtype: DType) -> Array:
+    """Return an array of the transport, filled with what no check sends."""
+    array = comm.allocate(count, dtype)
+    array.view(np.uint8)[:] = 0xA5
+    return array
+
+
+def put(comm: Communicator, values: Array) -> Array:
+    """Return an array of the transport that holds ``values``."""
+    array = room(comm, values.size, values.dtype)
+    array[:] = values
+    return array
+
+
+class Gather:
+    """A bound all-gather of ``count`` elements per rank, with its buffers."""
+
+    def __init__(self, comm: Communicator, count: int, dtype: DType, in_place: bool = False, seed: int = 0) -> None:
+        self.comm, self.count, self.dtype, self.seed = comm, count, dtype, seed
+        self.out = room(comm, count * comm.size, dtype)
+        own = self.out[comm.rank * count : (comm.rank + 1) * count]
+        self.input = own if in_place else room(comm, count, dtype)
+        self.collective: Collective = comm.bind_all_gather(self.input, self.out)
+
+    def values(self, rank: int, round_: int) -> Array:
+        """Return what a rank gives in a round."""
+        return data(self.input.size, self.dtype, self.seed, round_, rank)
+
+    def fill(self, round_: int) -> None:
+        """Write this rank's input of a round, and rubbish into the output."""
+        self.out.view(np.uint8)[:] = 0x5A
+        self.input[:] = self.values(self.comm.rank, round_)
+
+    def check(self, round_: int, add: bool = False) -> None:
+        """Compare the result of a round."""
+        everyone = [self.values(rank, round_) for rank in range(self.comm.size)]
+        same(self.out, np.concatenate(everyone), f"all-gather of {self.dtype} x {self.count}, round {round_}")
+
+
+class Reduce(Gather):
+    """The same for a reduce-scatter of ``count`` elements per rank."""
+
+    def __init__(self, comm: Communicator, count: int, dtype: DType, seed: int = 0) -> None:
+        self.comm, self.count, self.dtype, self.seed = comm, count, dtype, seed
+        self.input = room(comm, count * comm.size, dtype)
+        self.out = room(comm, count, accumulator(dtype))
+        scratch = room(comm, comm.scratch_elements(self.input.size), dtype)
+        self.collective: Collective = comm.bind_reduce_scatter(self.input, self.out, scratch)
+
+    def before(self, round_: int) -> Array:
+        """Return what stands in the output before a round."""
+        return data(self.count, self.out.dtype, self.seed, round_, self.comm.rank, 1)
+
+    def fill(self, round_: int) -> None:
+        """Write this rank's input of a round, and what it is added to."""
+        self.out[:] = self.before(round_)
+        self.input[:] = self.values(self.comm.rank, round_)
+
+    def check(self, round_: int, add: bool = False) -> None:
+        """Compare the result of a round, added or written."""
+        fulls = [self.values(rank, round_) for rank in range(self.comm.size)]
+        before = self.before(round_) if add else None
+        expected = ordered(fulls, self.comm.rank * self.count, self.count, before)
+        same(self.out, expected, f"reduce-scatter of {self.dtype} x {self.count}, add={add}, round {round_}")
+        same(self.input, fulls[self.comm.rank], "the input of the reduce-scatter")
+
+
+def pair(comm: Communicator) -> tuple[Gather, Reduce]:
+    """Return one of each, of odd sizes."""
+    return Gather(comm, 301, DTYPES["float32"], seed=1), Reduce(comm, 203, DTYPES["float16"], seed=2)

@@ -1,0 +1,77 @@
+"""Going on with a run from one of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpishard.checkpoint import Manifest, newest, read_manifest
+from mpishard.data.loader import Batches
+from mpishard.errors import CheckpointError, ConfigError
+from mpishard.train.directory import checkpoints, holder
+from mpishard.train.sections import Config
+
+__all__ = ["Resumed"]
+
+
+class Resumed:
+    """A checkpoint from which a run goes on.
+
+    Attributes:
+        path: its directory.
+        run: the run directory that holds it; None where it lies elsewhere.
+        manifest: what it says.
+        settings: of the run that saved it, as :func:`~mpishard.train.config.load` takes them.
+
+    Raises:
+        CheckpointError: it was not saved by a run of the program.
+    """
+
+    @classmethod
+    def find(cls, path: Path) -> Resumed:
+        """Return a checkpoint, or the newest one of a run directory.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not checkpoints(path).is_dir():
+            return cls(path, holder(path), read_manifest(path))
+        found = newest(checkpoints(path))
+        if found is None:
+            raise CheckpointError(f"{path}: holds no complete checkpoint; begin a new run in another directory")
+        return cls(found, path, read_manifest(found))
+
+    def __init__(self, path: Path, run: Path | None, manifest: Manifest) -> None:
+        self.path, self.run, self.manifest = path, run, manifest
+        found = manifest.configuration.get("settings")
+        if not isinstance(found, Mapping):
+            raise CheckpointError(
+                f"{path}: holds no settings of a run (it was saved by a program of its own); use --init-from {path}"
+            )
+        self.settings: Mapping[str, Any] = found
+
+    def check(self, config: Config, training: Batches) -> None:
+        """Check that the run would see the data that it has not seen yet, in the order in which it would have.
+
+        Raises:
+            ConfigError: another seed, global batch or training file was given.
+        """
+        for key in ("seed", "global_batch"):
+            was, now = self.settings["train"][key], getattr(config.train, key)
+            if was != now:
+                raise ConfigError(
+                    f"train.{key} is {now} and the checkpoint {self.path} was made with {was}, which orders "
+                    f"the data; leave it out, or begin a new run with --init-from {self.path}"
+                )
+        was, now = self.manifest.configuration.get("training_file"), training.file.identity.hex()
+        if was != now:
+            raise ConfigError(
+                f"{training.file.path}: is not the training file of the checkpoint {self.path}; name that file in "
+                f"data.train, or begin a new run with --init-from {self.path}"
+            )
+        if self.manifest.step >= config.train.steps:
+            raise ConfigError(
+                f"{self.path}: has done {self.manifest.step} steps and train.steps is {config.train.steps}, so nothing "
+                "is left to do; set train.steps higher"
+            )
