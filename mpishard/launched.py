@@ -1,4 +1,5 @@
-"""What the launcher has told this process in its environment. Imports nothing, so that every rank can ask.
+"""What the launcher has told this process in its environment. Needs the standard library alone, so that every
+rank can ask.
 
 SLURM sets ``SLURM_PROCID`` and ``SLURM_NTASKS`` in a batch script too, where one plain process runs; only a
 step, which ``srun`` makes, says how many processes there are.
@@ -6,7 +7,9 @@ step, which ``srun`` makes, says how many processes there are.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 
 __all__ = ["abort_before_mpi", "environment_rank", "environment_size", "in_step"]
 
@@ -40,13 +43,15 @@ def environment_size() -> int | None:
 def abort_before_mpi(code: int) -> None:
     """Ask the launcher to end all ranks, from one that cannot start MPI and for which the others wait.
 
-    MPICH's launcher and SLURM's pmi2 leave ranks to wait when one of them exits before it has started MPI. Both hear
-    the PMI 1.1 command ``abort`` (Balaji et al. 2010, "PMI: A scalable parallel process-management interface") on the
-    descriptor ``PMI_FD``. Other launchers end the job by themselves when a rank exits with another code than 0.
+    A rank that exits before it has started MPI leaves the others to wait under MPICH's launcher, and under ``srun``
+    without ``--kill-on-bad-exit``. SLURM is asked by ``scancel``, where it is there; MPICH's launcher by the command
+    ``abort`` of PMI 1.1 on the descriptor ``PMI_FD`` (Balaji et al. 2010, "PMI: A scalable parallel process-management
+    interface"). Others end the job by themselves.
     """
-    descriptor = os.environ.get("PMI_FD", "")
-    if descriptor.isdecimal():
-        try:
+    if in_step():
+        step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+        with contextlib.suppress(OSError):
+            subprocess.run(["scancel", "--signal=KILL", step], check=False, capture_output=True)
+    elif (descriptor := os.environ.get("PMI_FD", "")).isdecimal():
+        with contextlib.suppress(OSError):  # the launcher may be gone, and so will be the others
             os.write(int(descriptor), f"cmd=init pmi_version=1 pmi_subversion=1\ncmd=abort exitcode={code}\n".encode())
-        except OSError:
-            return  # the launcher is gone, and so will be the others

@@ -1,12 +1,39 @@
-"""Help that lists every setting, read from the configuration itself."""
+"""The options by which commands take settings, and help that lists every one, read from the configuration itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ConfiguredCommand", "setting_rows"]
+__all__ = ["ConfiguredCommand", "setting_rows", "settings_options"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def settings_options(command: _Command) -> _Command:
+    """Give a command ``--config``, ``--preset`` and ``--set``: (config_file, preset, overrides)."""
+    for option in (
+        click.option(
+            "--set",
+            "overrides",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="One setting; may be given many times.",
+        ),
+        click.option("--preset", metavar="NAME", help="Settings to begin with; listed below."),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="TOML file of settings.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 class ConfiguredCommand(click.Command):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpishard.cli.options import ConfiguredCommand
+from mpishard.cli.options import ConfiguredCommand, settings_options
 
 if TYPE_CHECKING:
     from mpishard.nn.model import Model
@@ -22,11 +22,7 @@ KINDS = ("step", "evaluate", "predict")
 
 
 @click.command(cls=ConfiguredCommand)
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of settings.")
-@click.option("--preset", metavar="NAME", help="Settings to begin with; listed below.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be given many times."
-)
+@settings_options
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Ranks of the run to be."
 )

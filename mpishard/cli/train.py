@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from mpishard.cli.options import ConfiguredCommand
+from mpishard.cli.options import ConfiguredCommand, settings_options
 from mpishard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ _RECORD = 4096
 
 
 @click.command(cls=ConfiguredCommand)
-@click.option("--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="TOML file of settings.")
-@click.option("--preset", metavar="NAME", help="Settings to begin with; listed below.")
-@click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="One setting; may be given many times."
-)
+@settings_options
 @click.option(
     "--init-from",
     metavar="PATH",

@@ -9,6 +9,7 @@ from typing import Any
 from mpishard.checkpoint import Manifest, newest, read_manifest
 from mpishard.data.loader import Batches
 from mpishard.errors import CheckpointError, ConfigError
+from mpishard.train.config import toml_value
 from mpishard.train.directory import checkpoints, holder
 from mpishard.train.sections import Config
 
@@ -50,6 +51,15 @@ class Resumed:
                 f"{path}: holds no settings of a run (it was saved by a program of its own); use --init-from {path}"
             )
         self.settings: Mapping[str, Any] = found
+
+    def changes(self, config: Config) -> list[str]:
+        """Return the settings that are not those of the run that saved, as ``key = value (was value)``."""
+        return [
+            f"{section}.{key} = {toml_value(value)} (was {toml_value(self.settings.get(section, {}).get(key, ''))})"
+            for section, entries in config.model_dump().items()
+            for key, value in entries.items()
+            if self.settings.get(section, {}).get(key) != value
+        ]
 
     def check(self, config: Config, training: Batches) -> None:
         """Check that the run would see the data that it has not seen yet, in the order in which it would have.

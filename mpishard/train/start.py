@@ -90,9 +90,12 @@ def run(
     done = engine.steps if goes_on else None
     # Nothing is written for a run that cannot start.
     directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config), done))
-    if comm.rank == 0 and (resumed is not None or config.model.init_from):
-        begun = resumed.path if resumed is not None else config.model.init_from
-        print(f"begins with {begun}" + (f", after step {engine.steps}" if resumed is not None else ""), flush=True)
+    if comm.rank == 0 and resumed is not None:
+        print(f"goes on after step {engine.steps}, from {resumed.path}", flush=True)
+        for change in resumed.changes(config):
+            print(f"changed: {change}", flush=True)
+    elif comm.rank == 0 and config.model.init_from:
+        print(f"begins with the weights of {config.model.init_from}", flush=True)
     keeper = Keeper(engine, checkpoints(run_dir), config.checkpoint, configuration_of(config, training), sizes)
     try:
         with Watch(comm, run_dir / "ranks", silence=config.comm.silence) as watch:

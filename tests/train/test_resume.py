@@ -141,9 +141,12 @@ def test_a_run_that_was_killed_forgets_what_it_had_not_saved(tmp_path, files, st
     assert report["checksum"] == straight[1]["checksum"]
 
 
-def test_a_finished_run_is_prolonged_and_its_report_is_kept(tmp_path, files):
+def test_a_finished_run_is_prolonged_and_its_report_is_kept(tmp_path, files, capsys):
     begin(tmp_path / "run", files)
     lines, report = go_on(tmp_path / "run", "train.steps=11", ranks=2)
+    out = capsys.readouterr().out
+    assert "goes on after step 9, from " in out
+    assert [line for line in out.splitlines() if line.startswith("changed")] == ["changed: train.steps = 11 (was 9)"]
     assert len(lines) == report["steps"] == 11
     assert json.loads((tmp_path / "run" / "report-00000009.json").read_text())["steps"] == 9
     assert load(tmp_path / "run" / "config.toml").train.steps == 11
