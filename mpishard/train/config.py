@@ -46,12 +46,14 @@ def check_ranks(config: Config, size: int) -> None:
     Raises:
         ConfigError: they cannot; the message lists the numbers of ranks that can.
     """
-    micro_batches = config.train.global_batch // config.train.micro_batch
+    train = config.train
+    micro_batches = train.global_batch // train.micro_batch
+    one = micro_batches == 1
     if micro_batches % size:
         raise ConfigError(
-            f"{micro_batches} micro-batches a step (train.global_batch {config.train.global_batch} / "
-            f"train.micro_batch {config.train.micro_batch}) cannot be dealt evenly to {size} ranks; "
-            f"use {divisors(micro_batches)} ranks, or change the batches"
+            f"{micro_batches} micro-batch{'' if one else 'es'} a step (train.global_batch {train.global_batch} / "
+            f"train.micro_batch {train.micro_batch}) cannot be dealt evenly to {size} ranks; "
+            f"use {divisors(micro_batches)} rank{'' if one else 's'}, or change the batches"
         )
 
 

@@ -26,6 +26,14 @@ def test_a_run_directory_in_use(tmp_path, ranks):
     assert snapshot(tmp_path) == before
 
 
+def test_more_ranks_than_sequences(tmp_path):
+    done = mpiexec("-m", "mpishard", *training(tmp_path, "train.global_batch=1"))
+    assert done.returncode == 2
+    assert done.stderr.count("1 micro-batch a step (train.global_batch 1 / train.micro_batch 1) cannot be dealt") == 1
+    assert done.stderr.count("evenly to 2 ranks; use 1 rank, or change the batches") == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_batch_that_two_ranks_cannot_share(tmp_path):
     done = mpiexec("-m", "mpishard", *training(tmp_path, "train.global_batch=3"))
     assert done.returncode == 2
