@@ -10,6 +10,6 @@
 from mpishard.checkpoint.loading import load
 from mpishard.checkpoint.manifest import Manifest, Tensor, newest, read_manifest
 from mpishard.checkpoint.saving import save
-from mpishard.checkpoint.weights import load_weights
+from mpishard.checkpoint.weights import find_weights, load_weights
 
-__all__ = ["Manifest", "Tensor", "load", "load_weights", "newest", "read_manifest", "save"]
+__all__ = ["Manifest", "Tensor", "find_weights", "load", "load_weights", "newest", "read_manifest", "save"]

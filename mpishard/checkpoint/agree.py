@@ -50,7 +50,8 @@ def from_rank_zero(comm: Communicator, read: Callable[[], bytes]) -> bytes:
         CheckpointError: on all ranks, when rank 0 could not read.
     """
     found = by_rank_zero(comm, read)
-    size = int.from_bytes(comm.exchange(len(found or b"").to_bytes(8, "little"))[0], "little")
+    sizes = comm.exchange(len(found or b"").to_bytes(8, "little"), "the size of what rank 0 has read")
+    size = int.from_bytes(sizes[0], "little")
     array = comm.ops.empty(size, np.dtype(np.uint8))
     if found:
         array[...] = np.frombuffer(found, np.uint8)

@@ -40,6 +40,7 @@ def load(engine: Engine, path: Path) -> Manifest:
             element type; what differs is named.
     """
     comm = engine.comm
+    comm.meet("loading a checkpoint")
     manifest = Manifest.parse(from_rank_zero(comm, lambda: manifest_bytes(path)), str(path / MANIFEST))
     arrays = arrays_of(engine.states)
     _check_fit(engine, manifest, path, tuple(arrays))

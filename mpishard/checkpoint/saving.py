@@ -59,6 +59,7 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
     Raises:
         CheckpointError: on all ranks, when any of them cannot write; what was there before is whole.
     """
+    engine.comm.meet("saving a checkpoint")
     if path.name in ("", ".."):
         raise CheckpointError(f"{path}: has no name of its own to give a checkpoint; add one, such as step-00000100")
     capture = _capture(engine, configuration, beside)

@@ -76,7 +76,7 @@ def checksums(engine: Engine) -> dict[str, dict[str, int]]:
             label = stream(f"{array}:{part.unit.prefix}{piece.slot.name}")
             shares[row, column] += np.uint64(engine.ops.fingerprint(values, Draw(0, label, 0, piece.start)))
     total = np.zeros_like(shares)
-    for record in engine.comm.exchange(shares.tobytes()):
+    for record in engine.comm.exchange(shares.tobytes(), "checksums of tensors"):
         total += np.frombuffer(record, np.uint64).reshape(total.shape)
     return {array: dict(zip(columns, row.tolist(), strict=True)) for array, row in zip(arrays, total, strict=True)}
 

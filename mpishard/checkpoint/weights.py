@@ -18,7 +18,7 @@ from mpishard.errors import CheckpointError
 from mpishard.nn.model import Model
 from mpishard.shard.engine import Engine
 
-__all__ = ["load_weights"]
+__all__ = ["find_weights", "load_weights"]
 
 _MODEL = "model.safetensors"
 #: types that an engine's element type holds without rounding
@@ -49,7 +49,8 @@ def load_weights(engine: Engine, file: Path) -> None:
             or a second copy of a tied tensor that differs from it; the tensor is named. Values may have been read.
     """
     comm = engine.comm
-    file = Path(os.fsdecode(from_rank_zero(comm, lambda: os.fsencode(_find(file)))))
+    comm.meet("loading weights")
+    file = Path(os.fsdecode(from_rank_zero(comm, lambda: os.fsencode(find_weights(file)))))
     source = _match(engine.model, shared_header(engine, file).entries.values(), str(file))
     dtype = type_of(engine)
     if strange := [f"{e.name} {e.dtype}" for e in source.entries.values() if e.dtype not in _EXACT[dtype]]:
@@ -59,13 +60,22 @@ def load_weights(engine: Engine, file: Path) -> None:
     agreed(comm, lambda: _read(engine, file, source))
 
 
-def _find(file: Path) -> Path:
-    """Return the file itself, or the one in a directory."""
+def find_weights(file: Path) -> Path:
+    """Return the file itself, or the one in a directory.
+
+    Raises:
+        CheckpointError: the directory cannot be read, or holds weights in another form.
+    """
     with system_errors(file, 0, writing=False):
         if not file.is_dir():
             return file
-        if not (file / _MODEL).exists() and (file / f"{_MODEL}.index.json").exists():
-            raise CheckpointError(f"{file}: holds weights in several files; join them in one {_MODEL}")
+        if not (file / _MODEL).exists():
+            if (file / f"{_MODEL}.index.json").exists():
+                raise CheckpointError(f"{file}: holds weights in several files; join them in one {_MODEL}")
+            if (file / "pytorch_model.bin").exists():
+                raise CheckpointError(
+                    f"{file}: holds pytorch_model.bin, which could run code when read; save the weights as {_MODEL}"
+                )
         return file / _MODEL
 
 

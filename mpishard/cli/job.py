@@ -19,13 +19,14 @@ def start(transport: str) -> Communicator:
         ConfigError: MPI cannot be used as asked, or something that a rank needs cannot be imported.
     """
     from mpishard.array.numpy_ops import NumpyOps
-    from mpishard.comm.launch import install_abort_hook, world
+    from mpishard.comm.launch import install_abort_hook, leave_together, world
     from mpishard.launched import environment_size
 
     # Until ranks have compared their settings, how they meet must not depend on one rank's.
     several = (environment_size() or 1) > 1
     comm = world(NumpyOps(), transport="auto" if several else transport)
     install_abort_hook(comm)
+    leave_together(comm)
     return comm
 
 

@@ -85,6 +85,7 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
         "",
         *_sums(listed, model, ranks),
     ]
+    text.append("before the list, one record from every rank: that it begins this one too")
     if kind == "evaluate":
         text.append("after the list, one record from every rank: its loss")
     return text
@@ -113,17 +114,15 @@ def _units(model: Model, ranks: int) -> list[str]:
 
 def _sums(listed: Sequence[Instruction], model: Model, ranks: int) -> list[str]:
     """Say what the list sends, and what it gathers at most."""
-    from mpishard.shard.control import Report
-    from mpishard.shard.exact import ExactSum
+    from mpishard.comm.frames import FRAME_BYTES
     from mpishard.shard.instructions import Agree, Gather, Reduce, Replicate
     from mpishard.shard.layout import layout
     from mpishard.shard.text import most_gathered, sent
     from mpishard.train.display import size
 
     sizes = {unit.name: 4 * layout(unit.specs, ranks).total for unit in model.units}
-    record = len(Report(b"", b"", 0, ExactSum(), ExactSum(), 0, False, False).pack())
     names = {Gather: "all-gather", Reduce: "reduce-scatter", Replicate: "all-gather of gradients", Agree: "record"}
-    found = sent(listed, sizes, ranks, record)
+    found = sent(listed, sizes, ranks, FRAME_BYTES)
     text = [
         f"a rank sends {size(each.bytes)} ({each.bytes:,} bytes) in {_many(each.calls, names[kind])}"
         for kind, each in found.items()

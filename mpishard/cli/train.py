@@ -171,7 +171,7 @@ def agree_run_dir(comm: Communicator, name: str, run_dir: Path | None) -> Path:
             record = f"-{error.filename}: cannot be made ({error.strerror}); choose another with --run-dir".encode(
                 errors="surrogateescape"
             )
-    answer = comm.exchange(record[:_RECORD].ljust(_RECORD, b"\0"))[0].rstrip(b"\0")
+    answer = comm.exchange(record[:_RECORD].ljust(_RECORD, b"\0"), "the run directory")[0].rstrip(b"\0")
     text = answer[1:].decode(errors="surrogateescape")
     if not answer.startswith(b"+"):
         raise ConfigError(text)

@@ -30,6 +30,7 @@ import numpy as np
 
 from mpishard.array.dtypes import Array, DType, accumulator, name_of
 from mpishard.array.ops import Ops
+from mpishard.comm.frames import FRAME_BYTES, INLINE, beginnings, frame
 from mpishard.errors import CommError, ConfigError
 
 __all__ = ["Collective", "Communicator", "Node", "Tally", "Work"]
@@ -141,6 +142,8 @@ class Communicator(ABC):
     tallies: dict[str, Tally] = field(
         default_factory=lambda: {k: Tally() for k in ("all_gather", "reduce_scatter", "exchange", "broadcast")}
     )
+    #: whether :meth:`close` has been called
+    closed: bool = False
     _bound: int = 0
 
     # --- what transports give
@@ -239,17 +242,36 @@ class Communicator(ABC):
         nbytes = full.nbytes // self.size * (self.size - 1)
         return self._bind_reduce_scatter(full, out, scratch, self.tallies["reduce_scatter"], nbytes)
 
-    def exchange(self, record: bytes) -> list[bytes]:
-        """All-gather one record per rank; records are of one length. Index ``r`` is rank ``r``'s."""
+    def exchange(self, record: bytes, what: str = "an exchange") -> list[bytes]:
+        """All-gather one record per rank; records are of one length. Index ``r`` is rank ``r``'s.
+
+        Args:
+            what: names the exchange; the same on all ranks.
+
+        Raises:
+            CommError: on all ranks, when they are at different exchanges.
+        """
         tally = self.tallies["exchange"]
         begin = time.perf_counter()
-        records = self._exchange(record)
+        records = beginnings(self._exchange(frame(what, record)))
         tally.calls += 1
-        tally.bytes += len(record) * (self.size - 1)
+        tally.bytes += FRAME_BYTES * (self.size - 1)
+        if rest := record[INLINE:]:
+            others = self._exchange(rest)
+            tally.bytes += len(rest) * (self.size - 1)
+            records = [first + other for first, other in zip(records, others, strict=True)]
         seconds = time.perf_counter() - begin
         tally.busy += seconds
         tally.waited += seconds
         return records
+
+    def meet(self, what: str) -> None:
+        """Return when every rank has come to the same ``what``.
+
+        Raises:
+            CommError: on all ranks, when they are at different things.
+        """
+        self.exchange(b"", what)
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Copy root's ``array`` into every rank's.
@@ -294,7 +316,7 @@ class Communicator(ABC):
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self.exchange(b"\0")
+        self.meet("a barrier")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
         """Return the communicator of the group that holds this rank.
@@ -304,7 +326,7 @@ class Communicator(ABC):
             CommError: on all ranks, when ranks give different groups.
         """
         listed = [list(group) for group in groups]
-        digests = self.exchange(hashlib.sha256(repr(listed).encode()).digest())
+        digests = self.exchange(hashlib.sha256(repr(listed).encode()).digest(), "a split")
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise CommError(f"ranks split differently: rank {rank}'s groups are not rank 0's; give the same on all")
@@ -323,7 +345,7 @@ class Communicator(ABC):
             name = "unknown"
         mine = _SIGNATURE.pack(kind.encode(), name.encode(), array.size, self._bound, problem.encode()[:192])
         self._bound += 1
-        others = [_SIGNATURE.unpack(record) for record in self.exchange(mine)]
+        others = [_SIGNATURE.unpack(record) for record in self.exchange(mine, "a binding")]
         for rank, other in enumerate(others):
             message = other[4].rstrip(b"\0").decode(errors="replace")
             if message:

@@ -8,6 +8,7 @@ still starts, alone, as a world of one rank, and N such processes would each tra
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import sys
 import threading
@@ -18,10 +19,17 @@ from types import TracebackType
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.local import LocalCommunicator
-from mpishard.errors import ConfigError, LaunchError
+from mpishard.errors import CommError, ConfigError, LaunchError
 from mpishard.launched import environment_rank, environment_size, in_step
 
-__all__ = ["communicator", "environment_rank", "environment_size", "install_abort_hook", "world"]
+__all__ = [
+    "communicator",
+    "environment_rank",
+    "environment_size",
+    "install_abort_hook",
+    "leave_together",
+    "world",
+]
 
 #: Seconds in which all ranks must have started MPI; then the process ends with a traceback of where it waited.
 _MEETING = 300.0
@@ -124,6 +132,25 @@ def communicator(comm: object, ops: Ops) -> Communicator:
     from mpishard.comm.mpi import MpiCommunicator
 
     return MpiCommunicator(comm, ops)
+
+
+def leave_together(comm: Communicator) -> None:
+    """Make the end of this process, in order or not, a meeting of all ranks that have not closed ``comm`` before.
+
+    A rank that ends while others go on would leave them waiting for ever; so they are told.
+    """
+
+    def meet() -> None:
+        from mpi4py import MPI
+
+        if not (comm.closed or MPI.Is_finalized()):
+            try:
+                comm.meet("the end of the program")
+            except CommError as error:
+                print(f"mpishard: {error}", file=sys.stderr, flush=True)
+
+    if comm.transport == "mpi":
+        atexit.register(meet)  # before mpi4py finalises MPI, which is later than any such function
 
 
 def install_abort_hook(comm: Communicator) -> None:

@@ -103,7 +103,7 @@ class MpiCommunicator(Communicator):
     def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: Pump, chunk_bytes: int) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
-        self._tag, self._closed = 0, False
+        self._tag, self.closed = 0, False
 
     def scratch_elements(self, count: int) -> int:
         """Room for the blocks of all ranks."""
@@ -216,10 +216,10 @@ class MpiCommunicator(Communicator):
         Raises:
             CommError: a collective is still in flight.
         """
-        if not self._closed:
+        if not self.closed:
             if self._pump.users == 1 and self._pump.busy():
                 raise CommError("the communicator was closed with collectives in flight; wait for all of them first")
-            self._closed = True
+            self.closed = True
             self._pump.call("close", self._mpi.Free)
             self._pump.leave()
 

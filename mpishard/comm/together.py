@@ -12,6 +12,7 @@ from mpishard.errors import ConfigError
 __all__ = ["on_rank_zero", "same_on_all_ranks", "together"]
 
 _RECORD = 2048  # bytes of the message that ranks exchange
+_CHECK, _COMPARE = "a check that all ranks make", "a comparison of settings"
 _Result = TypeVar("_Result")
 
 
@@ -46,10 +47,10 @@ def same_on_all_ranks(comm: Communicator, lines: Sequence[str]) -> None:
         ConfigError: on all ranks, naming the first rank that differs from rank 0, and the first line.
     """
     text = "\n".join(lines).encode(errors="replace")
-    lengths = [int.from_bytes(record, "little") for record in comm.exchange(len(text).to_bytes(8, "little"))]
+    lengths = [int.from_bytes(record, "little") for record in comm.exchange(len(text).to_bytes(8, "little"), _COMPARE)]
     texts = [
         record[:length].decode(errors="replace")
-        for record, length in zip(comm.exchange(text.ljust(max(lengths), b"\0")), lengths, strict=True)
+        for record, length in zip(comm.exchange(text.ljust(max(lengths), b"\0"), _COMPARE), lengths, strict=True)
     ]
     first = texts[0].split("\n")
     for rank, other in enumerate(texts):
@@ -70,6 +71,6 @@ def _attempt(action: Callable[[], _Result]) -> tuple[tuple[_Result] | None, str]
 
 
 def _agree(comm: Communicator, message: str) -> None:
-    for record in comm.exchange(message.encode(errors="replace")[:_RECORD].ljust(_RECORD, b"\0")):
+    for record in comm.exchange(message.encode(errors="replace")[:_RECORD].ljust(_RECORD, b"\0"), _CHECK):
         if text := record.rstrip(b"\0").decode(errors="replace"):
             raise ConfigError(text)

@@ -154,7 +154,7 @@ class Watch:
         node, pid, identity = self._comm.node, os.getpid(), kernel_identity()
         mine = _PLACE.pack(node.index, node.local_rank, pid, process_start(pid) or 0, identity)
         self._flushes = node.local_rank == 0 and node.count > 1
-        for rank, record in enumerate(self._comm.exchange(mine)):
+        for rank, record in enumerate(self._comm.exchange(mine, "places of the ranks")):
             index, local_rank, other, started, theirs = _PLACE.unpack(record)
             near = index == node.index
             next_leader = self._flushes and local_rank == 0 and index == (node.index + 1) % node.count

@@ -77,6 +77,9 @@ class Model:
                 raise EngineError(f"stage {stage.name}: the last stage, and no other, is a LossLayer")
             used |= {(self.owner(stage, spec.name).name, spec.name) for spec in stage.layer.param_specs()}
         for unit in self.units:
+            names = [spec.name for spec in unit.specs]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise EngineError(f"unit {unit.name} holds parameter {twice[0]} twice; names are unique within a unit")
             for spec in unit.specs:
                 if (unit.name, spec.name) not in used:
                     raise EngineError(f"parameter {unit.prefix}{spec.name} of unit {unit.name} is used by no stage")

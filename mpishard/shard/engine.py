@@ -23,11 +23,12 @@ from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
 from mpishard.comm.dry import DryCommunicator
-from mpishard.errors import ConfigError, EngineError
+from mpishard.errors import EngineError
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 from mpishard.shard.check import check
 from mpishard.shard.control import Agreement, Report, combine, compare, describe
+from mpishard.shard.dealing import deal
 from mpishard.shard.exact import ExactSum
 from mpishard.shard.feed import prepare
 from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
@@ -91,14 +92,9 @@ class Engine:
         schedule: tuple[Instruction, ...] | None = None,
         planning: bool = False,
     ) -> None:
-        micros, rest = divmod(global_batch, micro_batch)
-        if rest or micros % comm.size:
-            raise ConfigError(
-                f"{comm.size} ranks cannot share {global_batch} sequences in micro-batches of {micro_batch}; "
-                f"train.global_batch must be a multiple of train.micro_batch times the ranks"
-            )
+        micros = deal(global_batch, micro_batch, comm.size)
         self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
-        self.settings = settings = replace(settings, micros=micros // comm.size)
+        self.settings = settings = replace(settings, micros=micros)
         self.global_batch = global_batch
         self.outline = outline_of(model)
         self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
@@ -121,7 +117,8 @@ class Engine:
         facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, settings])
         facts += str(self.layouts)
         self._digests = [digest(one, facts) for one in schedules]
-        compare(comm.exchange(b"".join(self._digests)))  # before ranks bind what others do not
+        # Before ranks bind what others do not.
+        compare(comm.exchange(b"".join(self._digests), "the start of an engine"))
 
         kind = dtype(dtype_name)
         peaks = None
@@ -173,6 +170,7 @@ class Engine:
         self.updates = 0
         #: whether :meth:`close` closes the communicator
         self.owns_comm = False
+        self.closed = False
         self._lr = 0.0
         self._more = False
         self._stop: Stop = False
@@ -251,6 +249,7 @@ class Engine:
         """
         if self.optimizer is None:
             raise EngineError("the engine was made without an optimiser; it can evaluate and predict")
+        self._enter(f"step {self.steps}")
         prepare(feed, self.model, self.global_batch, self.comm)
         self._lr, self._more, self._stop = lr, more, stop
         self._running.update(struct.pack("<d", lr))
@@ -270,6 +269,7 @@ class Engine:
 
     def evaluate(self, feed: Feed | None) -> Evaluation:
         """Loss of one global batch without training. Collective."""
+        self._enter(f"an evaluation before step {self.steps}")
         prepare(feed, self.model, self.global_batch, self.comm)
         self._runner.begin(self.steps, feed, 1.0, training=False)
         self._run(self._eval)
@@ -277,7 +277,7 @@ class Engine:
 
     def _combine_evaluation(self) -> Evaluation:
         report = self._report(self._digests[1], ExactSum(), stop=False)
-        known = combine(self.comm.exchange(report.pack()))
+        known = combine(self.comm.exchange(report.pack(), "the loss of an evaluation"))
         return Evaluation(known.loss, known.tokens)
 
     def predict(self, sample: Array, position: int) -> Array:
@@ -285,6 +285,7 @@ class Engine:
 
         The array is overwritten by the next call.
         """
+        self._enter("a prediction")
         self.ops.copy(sample, self._runner.inputs[0])
         self._forward_one(position)
         logits: Array = self._logits[0]
@@ -294,6 +295,12 @@ class Engine:
         self._position = position
         self._runner.begin(self.steps, None, 1.0, training=False)
         self._run(self._pred)
+
+    def _enter(self, what: str) -> None:
+        """Begin something that all ranks do, or find out that they do not."""
+        if self.closed:
+            raise EngineError(f"the engine was closed before {what}; close it last, or make another one")
+        self.comm.meet(what)
 
     def _run(self, program: list[Action]) -> dict[str, float]:
         """Run the actions in order; return seconds by kind, starting collectives among computing."""
@@ -337,7 +344,8 @@ class Engine:
                 self.ops.square_sums(own, part.layout.silent_within(part.own.start, part.own.stop), partial)
                 squares.add(partial)
         stop = self._stop() if callable(self._stop) else self._stop
-        known = combine(self.comm.exchange(self._report(self._digests[0], squares, stop=stop).pack()))
+        report = self._report(self._digests[0], squares, stop=stop)
+        known = combine(self.comm.exchange(report.pack(), "the end of a step"))
         self._agreement = known
         if known.finite and known.tokens and self.optimizer is not None:
             self._factor = self.optimizer.clip(self._norm(known)) / (self._scale * known.tokens)
@@ -367,7 +375,7 @@ class Engine:
         They do not depend on the number of ranks, the strategy or the transport.
         """
         mine = fingerprint(self.state, self.ops, self.states)
-        shares = self.comm.exchange(mine.to_bytes(8, "little"))
+        shares = self.comm.exchange(mine.to_bytes(8, "little"), "a checksum")
         return f"{sum(int.from_bytes(share, 'little') for share in shares) % 2**64:016x}"
 
     def memory(self) -> dict[str, int]:
@@ -376,9 +384,13 @@ class Engine:
 
     def parameter(self, name: str) -> Array:
         """Return a fresh copy of a whole parameter by its public name, on every rank. Collective."""
+        self._enter("reading a parameter")
         return whole_parameter(self.state, self.comm, name)
 
     def close(self) -> None:
         """Give back the communicator where it was made for this engine alone. Collective; again is free."""
-        if self.owns_comm:
-            self.comm.close()
+        if not self.closed:
+            self._enter("closing the engine")
+            self.closed = True
+            if self.owns_comm:
+                self.comm.close()

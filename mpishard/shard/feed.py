@@ -103,7 +103,7 @@ def prepare(feed: object, model: Model, samples: int, comm: Communicator) -> Non
         return
     mine = feed.problem(model, samples).encode()[: _RECORD - _DIGEST]
     digest = feed.digest() if comm.size > 1 else bytes(_DIGEST)
-    records = comm.exchange((digest + mine).ljust(_RECORD, b"\0"))
+    records = comm.exchange((digest + mine).ljust(_RECORD, b"\0"), "a batch")
     for record in records:
         if message := record[_DIGEST:].rstrip(b"\0").decode(errors="replace"):
             raise ConfigError(message)

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.base import Communicator
-from mpishard.comm.launch import communicator
+from mpishard.comm.launch import communicator, leave_together
 from mpishard.comm.together import same_on_all_ranks, together
 from mpishard.errors import ConfigError, MpishardError
 from mpishard.nn.model import Model
+from mpishard.shard.dealing import deal
 from mpishard.shard.engine import Engine
 from mpishard.shard.results import Optimizer
 from mpishard.shard.schedule import RECOMPUTE, STRATEGIES, Settings
@@ -53,7 +54,8 @@ def full_shard(
         poison: fill released memory with NaN; slow, finds layers that read what they must not.
 
     Nothing is installed in the process: exceptions, signals and output remain the program's. An exception on
-    one rank leaves the others waiting; ``mpishard.install_abort_hook(engine.comm)`` makes it end them all.
+    one rank leaves the others waiting; ``mpishard.install_abort_hook(engine.comm)`` makes it end them all. A rank whose
+    program ends before the engine is closed waits for the others at its exit, and they are told where it is.
 
     Raises:
         ConfigError: on every rank, when an argument is wrong or the ranks give different ones.
@@ -73,12 +75,7 @@ def full_shard(
         for name, known in (("strategy", STRATEGIES), ("recompute", RECOMPUTE), ("dtype", _DTYPES)):
             if words[name] not in known:
                 raise ConfigError(f"{name} is {words[name]!r}; it must be one of {', '.join(known)}")
-        each = micro_batch * ranks.size
-        if global_batch % each:
-            raise ConfigError(
-                f"{ranks.size} ranks cannot share a global batch of {global_batch} in micro-batches of {micro_batch}; "
-                f"make global_batch a multiple of {each}"
-            )
+        deal(global_batch, micro_batch, ranks.size)
         return Settings(strategy, prefetch, recompute)
 
     try:
@@ -101,6 +98,8 @@ def full_shard(
             ranks.close()
         raise
     engine.owns_comm = ranks is not comm
+    if engine.owns_comm:
+        leave_together(ranks)
     return engine
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from mpishard.array.dtypes import DTYPES, Array, DType
 from mpishard.comm.base import Communicator
+from mpishard.comm.frames import FRAME_BYTES
 from mpishard.errors import CommError, ConfigError
 from mpishard.testing.contract import ContractError, refused, require
 from mpishard.testing.rounds import Gather, Reduce, data, ordered, pair, put, room, same
@@ -128,6 +129,25 @@ def _exchange(comm: Communicator) -> None:
         found = comm.exchange(records[comm.rank])
         require(found == records, f"records of {2 * length} bytes: {found}")
     comm.barrier()
+
+
+@_check
+def _ranks_at_different_exchanges(comm: Communicator) -> None:
+    """What is at odds is named on every rank, and the next exchange is in order again."""
+    if comm.size == 1:
+        return
+    last = comm.size - 1
+    for mine, told in (
+        ((b"", "step 5" if comm.rank == last else "step 4"), f"rank {last} is at step 5, rank 0 at step 4; "),
+        ((bytes(8 + 300 * (comm.rank == last)), "news"), f"news: rank {last} has a record of 308 bytes, rank 0 one of"),
+    ):
+        try:
+            comm.exchange(*mine)
+        except CommError as error:
+            require(str(error).startswith(told), f"ranks at different exchanges are told {error}")
+        else:
+            require(False, "ranks at different exchanges are told nothing")
+        comm.barrier()
 
 
 @_check
@@ -332,7 +352,7 @@ def _tallies(comm: Communicator) -> None:
     expected = {
         "all_gather": (2, 2 * 301 * 4 * others),
         "reduce_scatter": (2, 2 * 203 * 2 * others),
-        "exchange": (1, 5 * others),
+        "exchange": (1, FRAME_BYTES * others),
         "broadcast": (0, 0),
     }
     require(found == expected, f"calls and bytes are {found}, not {expected}")

@@ -15,7 +15,9 @@ from mpishard.array.constants import IGNORE
 from mpishard.nn.layer import Gradient, Layer, LossLayer
 from mpishard.nn.model import AnyLayer
 from mpishard.testing.contract import require
-from mpishard.testing.stage import SCALE, Arrays, Machine, Problem, WatchedOps, machine_for, planned
+from mpishard.testing.stage import SCALE, Arrays, Machine, Problem, machine_for, planned
+from mpishard.testing.told import declared, told
+from mpishard.testing.watched import WatchedOps
 
 __all__ = ["DERIVATIVE", "STEP", "check_layer", "check_loss"]
 
@@ -54,12 +56,13 @@ def check_layer(
     no parameter and no scratch. Forward must give the same bits again. fp32 must agree with float64.
 
     Raises:
-        ContractError: the layer breaks the contract; the message says how.
-        ShapeError: it calls an operation with arrays that do not fit.
+        ContractError: the layer breaks the contract; the message says how. What the layer itself raises is its cause.
     """
     rng, layer = np.random.default_rng(seed), make()
     x = rng.integers(0, tokens, x_shape) if tokens else rng.standard_normal(x_shape)
-    dy = rng.standard_normal(layer.output_shape(x_shape))
+    with told("output_shape"):
+        y_shape = layer.output_shape(x_shape)
+    dy = rng.standard_normal(y_shape)
     return _check(Problem(make, x, _params(layer, rng), dy, training, reads), seed)
 
 
@@ -87,7 +90,7 @@ def _check(problem: Problem, seed: int) -> float:
 
 
 def _params(layer: AnyLayer, rng: np.random.Generator) -> Arrays:
-    return {spec.name: spec.value + 0.5 * rng.standard_normal(spec.shape) for spec in layer.param_specs()}
+    return {spec.name: spec.value + 0.5 * rng.standard_normal(spec.shape) for spec in declared(layer)}
 
 
 def _value(machine: Machine, problem: Problem) -> float:
@@ -259,8 +262,7 @@ def _check_evaluation(problem: Problem) -> None:
     machine.context.kept = machine.arena.workspace
     y = np.full(layer.output_shape(problem.x.shape), np.nan)
     machine.allow([problem.x, y, *problem.params.values()])
-    with machine.explained("forward"), machine.arena.workspace.frame():
-        layer.forward(machine.ops, machine.context, problem.params, problem.x, y)
+    machine.forward("forward where ctx.training is False", layer, problem.params, problem.x, y)
     require(bool(np.isfinite(y).all()), "forward does not write all of y, or reads memory that was released")
     if not problem.training:
         same = y.tobytes() == machine_for(problem).run(problem, None, None).tobytes()

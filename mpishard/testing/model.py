@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from mpishard.shard.feed import Batch, batch
 from mpishard.shard.library import full_shard
 from mpishard.testing.contract import ContractError, require
 from mpishard.testing.layer import DERIVATIVE, STEP
+from mpishard.testing.staged import telling
 
 __all__ = ["check_model"]
 
@@ -81,7 +81,7 @@ def check_model(
 
     def engine(comm: Communicator | None, way: _Way) -> Engine:
         return full_shard(
-            make_model(),
+            telling(make_model()),
             AdamW(),
             comm,
             global_batch=samples,
@@ -103,27 +103,14 @@ def check_model(
         return _Run(tuple(result.loss for result in results), norms, evaluation, predictions, one.checksum())
 
     plain = _Way(1, "full_shard", 1, "none")
-    with _explained():
-        # In a thread like all others: under mpiexec too, one rank alone is meant.
-        (worst,) = run(1, lambda comm: _derivatives(engine(comm, plain), feeds[0], seed))
-        (expected,) = run(1, lambda comm: train(comm, plain))
-        ways = itertools.product(ranks, ("full_shard", "no_shard"), (0, 1, 2), ("none", "block"))
-        for way in itertools.starmap(_Way, ways):
-            for rank, found in enumerate(run(way.ranks, lambda comm, way=way: train(comm, way))):  # type: ignore[misc]
-                _compare(found, expected, f"{way} (rank {rank})", str(plain))
+    # In a thread like all others: under mpiexec too, one rank alone is meant.
+    (worst,) = run(1, lambda comm: _derivatives(engine(comm, plain), feeds[0], seed))
+    (expected,) = run(1, lambda comm: train(comm, plain))
+    ways = itertools.product(ranks, ("full_shard", "no_shard"), (0, 1, 2), ("none", "block"))
+    for way in itertools.starmap(_Way, ways):
+        for rank, found in enumerate(run(way.ranks, lambda comm, way=way: train(comm, way))):  # type: ignore[misc]
+            _compare(found, expected, f"{way} (rank {rank})", str(plain))
     return worst
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Say in the contract's words what an error says in Python's."""
-    try:
-        yield
-    except KeyError as error:
-        raise ContractError(
-            f"a layer reads the parameter {error}, which no unit of its stage holds; name its unit in Stage.units, and "
-            "in Stage.backward_units where backward reads its values"
-        ) from error
 
 
 def _data(model: Model, tokens: int, samples: int, seed: int) -> Batch:
@@ -136,6 +123,8 @@ def _data(model: Model, tokens: int, samples: int, seed: int) -> Batch:
     if dtype(model.sample_dtype).kind == "i":
         known = tokens or (first.vocabulary if isinstance(first, Embedding) else 0)
         require(known, "the model takes whole numbers; give tokens=, the number of their values")
+        most = first.vocabulary if isinstance(first, Embedding) else known
+        require(known <= most, f"tokens={known} is more than the vocabulary of the embedding, {most}")
         inputs = rng.integers(0, known, shape)
     else:
         inputs = rng.standard_normal(shape)

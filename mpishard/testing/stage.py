@@ -11,26 +11,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from mpishard.array.arena import Arena
 from mpishard.array.dtypes import Array, DType
-from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
-from mpishard.errors import ArenaError
 from mpishard.nn.layer import Grads, Layer, LossLayer
 from mpishard.nn.model import AnyLayer
 from mpishard.shard.runner import StepContext
 from mpishard.testing.contract import ContractError, require
+from mpishard.testing.told import Handed, Trial, circumstances, told
+from mpishard.testing.watched import WatchedOps, inside
 
-__all__ = ["SCALE", "Arrays", "Machine", "Problem", "WatchedOps", "machine_for", "planned"]
+__all__ = ["SCALE", "Arrays", "Machine", "Problem", "machine_for", "planned"]
 
 Arrays: TypeAlias = dict[str, Array]
+_Call: TypeAlias = "Callable[[Grads | None, Array | None], None]"  # with grads and dx
 
 SCALE = 0.25  # of a loss
 
@@ -60,36 +60,6 @@ class Problem:
         return next((p.dtype for p in self.params.values()), self.x.dtype)
 
 
-class WatchedOps(NumpyOps):
-    """NumPy's operations on ``known`` memory alone; without a list, on any."""
-
-    known: list[Array] | None = None
-
-    def guard(self, operation: str, arguments: tuple[Any, ...]) -> None:
-        """Refuse an array that lies in no known one."""
-        for array in arguments if self.known is not None else ():
-            if isinstance(array, np.ndarray) and array.size and not _inside(array, self.known or []):
-                raise ContractError(
-                    f"{operation} was given an array {array.shape} of memory that the layer made itself, so it is in "
-                    "no plan; take memory from ctx.keep or ctx.scratch (a reshape of an array that is not contiguous "
-                    "makes some too)"
-                )
-
-
-def _guarded(name: str) -> Callable[..., Any]:
-    inner = getattr(NumpyOps, name)
-
-    def call(self: WatchedOps, *arguments: Any) -> Any:
-        self.guard(name.lstrip("_"), arguments)
-        return inner(self, *arguments)
-
-    return call
-
-
-for _name in Ops.__abstractmethods__ - {"empty"}:
-    setattr(WatchedOps, _name, _guarded(_name))
-
-
 class Machine:
     """Memory and context of one stage.
 
@@ -117,34 +87,97 @@ class Machine:
         if isinstance(layer, LossLayer):
             losses: Array = self.array(problem.dy.shape, problem.kind).reshape(-1)
             self.allow([losses], more=True)
-            with self.explained("loss"), arena.workspace.frame():
-                layer.loss(self.ops, self.context, params, grads, problem.x, problem.dy, losses, SCALE, dx)
+            self.loss(layer, params, problem, losses, grads, dx)
             return losses
-        y = arena.saved.push(layer.output_shape(problem.x.shape), problem.kind)
+        with told("output_shape"):
+            shape = layer.output_shape(problem.x.shape)
+        y = arena.saved.push(shape, problem.kind)
         record = self.forward_twice(layer, params, problem.x, y)
         self.look_at(record, params, problem, y)
         for param in params.values():
             self.spoil(param)  # released; what backward gets was gathered anew
         if grads is not None:
-            values = problem.params if problem.reads else _Unread()
-            other = problem.make()  # what backward needs is in saved, not in the layer
-            if not isinstance(other, Layer):
-                raise ContractError("make gives a layer once and a loss layer the next time")
-            with self.explained("backward"), arena.workspace.frame():
-                other.backward(self.ops, self.context, values, grads, record, problem.dy, dx)
+            self.backward(layer, problem, record, grads, dx)
         result: Array = y.copy()
         arena.saved.cut(0)
         return result
 
+    def forward(self, call: str, layer: Layer, params: Arrays, x: Array, y: Array) -> object:
+        """One forward; return what it saved."""
+        with told(call, self.ops), self.arena.workspace.frame():
+            return layer.forward(self.ops, self.context, Handed("params", params), x, y)
+
+    def loss(
+        self, layer: LossLayer, params: Arrays, problem: Problem, losses: Array, grads: Grads | None, dx: Array | None
+    ) -> None:
+        """One call of a loss layer."""
+
+        def call(grads: Grads | None, dx: Array | None) -> None:
+            with self.arena.workspace.frame():
+                mine = None if grads is None else Handed("grads", grads)
+                layer.loss(
+                    self.ops, self.context, Handed("params", params), mine, problem.x, problem.dy, losses, SCALE, dx
+                )
+
+        trials = self.trials(call, problem, grads, dx)
+        with told("loss" + circumstances(grads, dx is None), self.ops, trials):
+            call(grads, dx)
+
+    def backward(self, layer: Layer, problem: Problem, record: object, grads: Grads, dx: Array | None) -> None:
+        """Backward of another object than ``layer``, whose forward saved ``record``."""
+        other = problem.make()  # what backward needs is in saved, not in the layer
+        if not isinstance(other, Layer):
+            raise ContractError("make gives a layer once and a loss layer the next time")
+        values = Handed("params", problem.params) if problem.reads else _Unread()
+
+        def call(grads: Grads | None, dx: Array | None, layer: Layer = other) -> None:
+            with self.arena.workspace.frame():
+                given = Handed("grads", grads or {})
+                layer.backward(self.ops, self.context, values, given, record, problem.dy, dx)
+
+        same = Trial(
+            "backward of the object that ran forward succeeds; a layer remembers nothing between calls: what backward "
+            "needs is what forward returned",
+            lambda: call(grads, dx, layer),
+        )
+        trials = [same, *self.trials(call, problem, grads, dx)]
+        if record is None:
+            trials.append(Trial("forward returned None, which backward gets as saved", lambda: None, "NoneType"))
+        name = "backward" + circumstances(grads, dx is None and not problem.integers)
+        with told(name, self.ops, trials):
+            call(grads, dx)
+
+    def trials(self, call: _Call, problem: Problem, grads: Grads | None, dx: Array | None) -> list[Trial]:
+        """The call with what it was not asked for: gradients at all, that of x, those of frozen parameters."""
+
+        def new(like: Array) -> Array:
+            found = self.array(like.shape, problem.kind)
+            self.allow([found], more=True)
+            return found
+
+        def asked(name: str) -> tuple[Array, bool]:
+            return new(problem.params[name]), False
+
+        if grads is None:
+            advice = "grads is None where only losses are wanted; write gradients only if it is not"
+            return [Trial(advice, lambda: call({name: asked(name) for name in problem.params}, new(problem.x)))]
+        found = []
+        if dx is None:
+            advice = "dx is None where nobody needs the gradient of x; write it only if dx is not None"
+            found.append(Trial(advice, lambda: call(grads, new(problem.x))))
+        if None in grads.values():
+            advice = "grads[name] is None for a frozen parameter; write its gradient only if that is not None"
+            found.append(Trial(advice, lambda: call({n: asked(n) if t is None else t for n, t in grads.items()}, dx)))
+        return found
+
     def forward_twice(self, layer: Layer, params: Arrays, x: Array, y: Array) -> object:
         """Forward, and again in place as recomputation does it; return what the second one saved."""
-        top = self.arena.saved.top
-        with self.explained("forward"), self.arena.workspace.frame():
-            layer.forward(self.ops, self.context, params, x, y)
+        top, before = self.arena.saved.top, x.tobytes()
+        self.forward("forward", layer, params, x, y)
+        require(x.tobytes() == before, "x was changed; it belongs to the caller and is read-only")
         first = y.copy()
         self.arena.saved.cut(top)
-        with self.explained("forward"), self.arena.workspace.frame():
-            record = layer.forward(self.ops, self.context, params, x, y)
+        record = self.forward("forward run a second time", layer, params, x, y)
         require(
             first.tobytes() == y.tobytes(),
             "forward gives other bits the second time; it may be recomputed, so its result must depend on its "
@@ -166,7 +199,7 @@ class Machine:
                 f"saved holds an array {kept.shape} from ctx.scratch, which is gone when forward returns; use ctx.keep",
             )
             require(
-                not kept.size or _inside(kept, [self.saved, problem.x, y]),
+                not kept.size or inside(kept, [self.saved, problem.x, y]),
                 f"saved holds an array {kept.shape} of memory that the layer made itself, so it is in no plan; "
                 "use ctx.keep",
             )
@@ -176,32 +209,6 @@ class Machine:
         if isinstance(self.ops, WatchedOps):
             known = self.ops.known if more and self.ops.known else [self.saved, self.workspace]
             self.ops.known = [*known, *arrays]
-
-    @contextmanager
-    def explained(self, call: str) -> Iterator[None]:
-        """Say in the contract's words what a layer did where an error says it in NumPy's or the arena's."""
-        try:
-            yield
-        except ValueError as error:
-            if "read-only" not in str(error):
-                raise
-            if isinstance(self.ops, ShapeOps):
-                told = f"{call} writes to an array by itself; use the operations of ops, which also run on shapes"
-            else:
-                told = f"{call} writes to x, dy or a parameter; they belong to the caller and are read-only"
-            raise ContractError(told) from error
-        except AttributeError as error:
-            if call != "backward":
-                raise
-            raise ContractError(
-                f"backward of another object of the same layer fails ({error}); a layer remembers nothing between "
-                "calls: what backward needs is what forward returned"
-            ) from error
-        except ArenaError as error:
-            raise ContractError(
-                f"{call} takes more memory than the same call on shapes ({error}); what it takes from ctx.keep and "
-                "ctx.scratch may depend on shapes only"
-            ) from error
 
     def array(self, shape: tuple[int, ...], kind: DType, values: Array | None = None) -> Array:
         """Return an array of the backend, of NaN or of ``values``."""
@@ -252,10 +259,6 @@ def machine_for(problem: Problem, *, kind: str = "float64", poison: bool = True)
     plans = [planned(problem, kind, with_dx) for with_dx in (True, False)]
     peaks = {name: max(plan[name] for plan in plans) for name in plans[0]}
     return Machine(WatchedOps(), peaks, kind, problem.training, poison)
-
-
-def _inside(array: Array, known: list[Array]) -> bool:
-    return any(np.may_share_memory(array, one) for one in known)
 
 
 def _arrays_in(record: object) -> Iterator[Array]:

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mpishard.errors import ConfigError
-from mpishard.train.sections import Config, divisors
+from mpishard.shard.dealing import deal
+from mpishard.train.sections import Config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,15 +47,7 @@ def check_ranks(config: Config, size: int) -> None:
     Raises:
         ConfigError: they cannot; the message lists the numbers of ranks that can.
     """
-    train = config.train
-    micro_batches = train.global_batch // train.micro_batch
-    one = micro_batches == 1
-    if micro_batches % size:
-        raise ConfigError(
-            f"{micro_batches} micro-batch{'' if one else 'es'} a step (train.global_batch {train.global_batch} / "
-            f"train.micro_batch {train.micro_batch}) cannot be dealt evenly to {size} ranks; "
-            f"use {divisors(micro_batches)} rank{'' if one else 's'}, or change the batches"
-        )
+    deal(config.train.global_batch, config.train.micro_batch, size, "train.")
 
 
 def presets() -> dict[str, str]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpishard.checkpoint import load, load_weights, newest
+from mpishard.checkpoint import find_weights, load, load_weights, newest
 from mpishard.comm.base import Communicator
 from mpishard.comm.together import same_on_all_ranks, together
 from mpishard.data.tokenizer import ByteTokenizer
 from mpishard.errors import CheckpointError, ConfigError
-from mpishard.models.gpt2 import Gpt2, gpt2, sizes_from
+from mpishard.models.gpt2 import gpt2
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 from mpishard.train.directory import checkpoints
+from mpishard.train.public import public_sizes
 from mpishard.train.room import check_room, planned_memory
 from mpishard.train.sample import sample
 
@@ -41,12 +41,14 @@ class Request:
 
 
 def model_directory(path: Path) -> Path:
-    """Return the directory with ``config.json`` and ``model.safetensors``: ``path``, or a run's newest checkpoint.
+    """Return the directory with ``config.json`` and ``model.safetensors``.
+
+    It is ``path``, that of the file ``path``, or a run's newest checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = newest(checkpoints(path)) if checkpoints(path).is_dir() else path
+    found = newest(checkpoints(path)) if checkpoints(path).is_dir() else find_weights(path).parent
     if found is None:
         raise CheckpointError(f"{path}: holds no complete checkpoint; let the run save one (checkpoint.every)")
     for name in ("config.json", "model.safetensors"):
@@ -87,7 +89,7 @@ def generate(source: Path, request: Request, comm: Communicator, told: Callable[
         ConfigError: on all ranks, for a checkpoint that cannot be read or a prompt that the model does not know.
     """
     folder = together(comm, lambda: model_directory(source))
-    sizes = together(comm, lambda: _sizes(folder))
+    sizes = together(comm, lambda: public_sizes(folder / "config.json"))
     prompt = together(comm, lambda: encode_prompt(request, sizes.vocabulary))
     same_on_all_ranks(comm, [f"{folder}", f"{sizes}", f"{request}"])
     # The window is no longer than what there will be to see, and than the positions that the model knows.
@@ -111,12 +113,3 @@ def generate(source: Path, request: Request, comm: Communicator, told: Callable[
         seed=request.seed,
         told=told,
     )
-
-
-def _sizes(folder: Path) -> Gpt2:
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, ValueError) as error:
-        raise CheckpointError(f"{path}: is no JSON ({error}); copy or save the checkpoint again") from None
-    return sizes_from(found, str(path))

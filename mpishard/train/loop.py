@@ -111,7 +111,7 @@ class Run:
         """Take up the curve where the run was stopped; measure what it had no time to measure. Collective."""
         past = list(self.directory.history()) if self.directory is not None else []
         due = bool(past) and self._measures(self.engine.steps) and "heldout_loss" not in past[-1]
-        if any(record[0] for record in self.comm.exchange(bytes([due]))):
+        if any(record[0] for record in self.comm.exchange(bytes([due]), "what a run owes")):
             loss = self.evaluate().loss
             if self.directory is not None:
                 self.directory.amend("heldout_loss", loss)
@@ -162,7 +162,7 @@ class Run:
 
     def _stop(self) -> None:
         """Say, on rank 0, which rank was told to stop and how to go on. Collective."""
-        records = self.comm.exchange(self.stopper().encode().ljust(32, b"\0"))
+        records = self.comm.exchange(self.stopper().encode().ljust(32, b"\0"), "the reason to stop")
         told = [record.rstrip(b"\0").decode() for record in records]
         if self.directory is None:
             return
@@ -180,7 +180,7 @@ class Run:
         mine = b"".join(held[name].to_bytes(8, "little") for name in CATEGORIES)
         ranks = [
             {name: int.from_bytes(record[8 * i : 8 * i + 8], "little") for i, name in enumerate(CATEGORIES)}
-            for record in self.comm.exchange(mine)
+            for record in self.comm.exchange(mine, "memory of each rank")
         ]
         checksum = self.engine.checksum()
         text = self._sample()

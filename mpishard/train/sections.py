@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mpishard.errors import ConfigError
+from mpishard.shard.dealing import divisors
 
 __all__ = [
     "CheckpointConfig",
@@ -19,7 +19,6 @@ __all__ = [
     "OptimConfig",
     "ShardConfig",
     "TrainConfig",
-    "divisors",
 ]
 
 
@@ -127,7 +126,7 @@ class TrainConfig(_Section):
     seed: int = Field(default=0, ge=0, lt=2**32, description="selects initial weights, data order and dropout")
     heldout_every: int = Field(default=0, ge=0, description="steps between held-out losses; 0 = only at the end")
     heldout_batches: int = Field(default=8, ge=1, description="global batches in a held-out loss, at most")
-    log_every: int = Field(default=10, ge=1, description="steps between lines of the log")
+    log_every: int = Field(default=10, ge=1, description="steps between lines of the log; one comes after 10 s too")
     sample: int = Field(default=0, ge=0, description="bytes of text generated at the end; needs model.vocabulary 256")
 
     @model_validator(mode="after")
@@ -192,13 +191,3 @@ class Config(_Section):
                 "text can be made of bytes alone, so set train.sample to 0 or the vocabulary to 256"
             )
         return self
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of a number in words: ``1, 2, 3 or 6``."""
-    found = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    found = sorted({*found, *(number // n for n in found)})
-    if len(found) == 1:
-        return str(found[0])
-    shown = [str(n) for n in found] if len(found) <= 12 else [*map(str, found[:11]), "...", str(found[-1])]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}"

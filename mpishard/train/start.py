@@ -24,6 +24,7 @@ from mpishard.train.display import size
 from mpishard.train.keeper import Keeper
 from mpishard.train.loop import Run, Stopper
 from mpishard.train.model import build_model, sizes_of
+from mpishard.train.public import check_weights
 from mpishard.train.resume import Resumed
 from mpishard.train.room import LESS, check_room, planned_memory, thread_warning
 from mpishard.train.sections import Config
@@ -55,6 +56,8 @@ def run(
     if resumed is not None:
         resumed.check(config, training)
     optim, train, sizes = config.optim, config.train, sizes_of(config.model)
+    if config.model.init_from and resumed is None:
+        together(comm, lambda: check_weights(config.model))
     model = build_model(config.model)
     optimizer = AdamW(optim.beta1, optim.beta2, optim.eps, optim.decay, optim.clip)
     settings = Settings(config.shard.strategy, config.shard.prefetch, config.shard.recompute)

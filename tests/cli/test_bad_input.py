@@ -5,6 +5,7 @@ A case prepares files in a folder and returns the program's arguments; the line 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,30 @@ def weights_with_a_tensor_too_many(folder):
 def weights_of_another_vocabulary(folder):
     other = np.zeros((31, 6), np.float32)
     return [*training(folder), "--init-from", str(weights(folder, **{"wte.weight": other}))]
+
+
+@case("config.json", "set model.heads=3 (not 2), model.gelu=", "exact")
+def weights_of_other_heads(folder):
+    from mpishard.models.gpt2 import Gpt2, public_config
+
+    path = weights(folder)
+    sizes = Gpt2(layers=1, width=6, heads=3, sequence=9, vocabulary=29, gelu_tanh=False)
+    path.with_name("config.json").write_text(json.dumps(public_config(sizes)))
+    return [*training(folder), "--init-from", str(path)]
+
+
+@case("config.json", "activation_function is 'relu'")
+def weights_of_another_kind(folder):
+    path = weights(folder)
+    path.with_name("config.json").write_text('{"model_type": "gpt2", "activation_function": "relu"}')
+    return [*training(folder), "--init-from", str(folder)]
+
+
+@case("pytorch_model.bin", "save the weights as model.safetensors")
+def weights_as_a_pickle(folder):
+    (folder / "w").mkdir()
+    (folder / "w" / "pytorch_model.bin").write_bytes(b"x")
+    return [*training(folder), "--init-from", str(folder / "w")]
 
 
 @case("nowhere.safetensors", "cannot be read")

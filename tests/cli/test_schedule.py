@@ -41,8 +41,9 @@ def test_a_step_of_two_ranks(call):
     assert sums == [
         f"a rank sends 127.0 kB ({root + 4 * block:,} bytes) in 5 all-gathers",
         f"a rank sends 100.4 kB ({root + 3 * block:,} bytes) in 4 reduce-scatters",
-        "a rank sends 196 B (196 bytes) in 1 record",
+        "a rank sends 320 B (320 bytes) in 1 record",
         f"gathered at most at once: root, h.0, h.1, {2 * (root + 2 * block) / 1000:.1f} kB",
+        "before the list, one record from every rank: that it begins this one too",
     ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mpishard.comm.record import process_start, read_record, record_path
-from tests.cli.processes import ROOT, launcher
+from tests.cli.processes import ROOT, launcher, mpiexec
 from tests.cli.small_runs import tokens, training
 
 pytestmark = pytest.mark.jobs
@@ -192,3 +192,42 @@ def test_a_rank_that_cannot_import_is_named(tmp_path, data, module):
     assert "install" in line
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r").exists()
+
+
+APART = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mpishard
+from pathlib import Path
+from mpishard.checkpoint import save
+from mpishard.models.mlp import MlpClassifier, mlp_classifier
+from mpishard.optim import AdamW
+model = mlp_classifier(MlpClassifier(features=4, classes=3))
+engine = mpishard.full_shard(model, AdamW(), MPI.COMM_WORLD, global_batch=6)
+mpishard.install_abort_hook(engine.comm)
+points = np.zeros((6, 4))
+for step in range(4 + engine.comm.rank):
+    engine.step(mpishard.batch(points, np.zeros(6, int)), lr=0.1)
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "where"),
+    [
+        ("engine.checksum()", "a checksum"),
+        ("engine.evaluate(mpishard.batch(points, np.zeros(6, int)))", "an evaluation before step 4"),
+        ("engine.predict(points[0], 0)", "a prediction"),
+        ("engine.parameter('anything')", "reading a parameter"),
+        ("save(engine, Path('x'), configuration={})", "saving a checkpoint"),
+        ("engine.close()", "closing the engine"),
+        ("", "the end of the program"),
+    ],
+)
+def test_ranks_of_a_loop_that_go_different_ways_are_told(tmp_path, then, where):
+    (tmp_path / "apart.py").write_text(APART.format(then=then))
+    done = mpiexec(str(tmp_path / "apart.py"), cwd=tmp_path)
+    assert done.returncode != 0
+    assert f"rank 1 is at step 4, rank 0 at {where}; every rank must make the same calls" in done.stderr
+    assert not list(tmp_path.glob("x*"))

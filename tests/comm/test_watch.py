@@ -39,8 +39,8 @@ class Played(LocalCommunicator):
         self.places = [module._PLACE.pack(node.index, node.local_rank, pid, 1, who) for node, pid, who in places]
         self.folder: Path | None = None
 
-    def _exchange(self, record: bytes) -> list[bytes]:
-        return [record, *(self.places if len(record) == module._PLACE.size else [record] * (self.size - 1))]
+    def exchange(self, record: bytes, what: str = "an exchange") -> list[bytes]:
+        return [record, *(self.places if what == "places of the ranks" else [record] * (self.size - 1))]
 
 
 class Spared(Watch):

@@ -40,3 +40,9 @@ def test_a_parameter_that_no_stage_uses_is_refused():
     units = (*UNITS, Unit("spare", "spare.", Linear("fc", 2, 2).param_specs()))
     with pytest.raises(EngineError, match=r"parameter spare\.fc\.weight of unit spare is used by no stage"):
         model(units=units)
+
+
+def test_a_name_that_stands_twice_in_a_unit_is_refused():
+    units = (Unit("body", "body.", BODY.param_specs() * 2), UNITS[1])
+    with pytest.raises(EngineError, match=r"unit body holds parameter fc\.weight twice"):
+        model(units=units)

@@ -122,7 +122,7 @@ WRONG = [
     ({"strategy": "zero"}, r"^strategy is 'zero'; it must be one of full_shard, no_shard"),
     ({"recompute": "all"}, r"^recompute is 'all'; it must be one of none, block"),
     ({"dtype": "int64"}, r"^dtype is 'int64'; it must be one of float32, float64$"),
-    ({"micro_batch": 5}, r"^\d ranks cannot share a global batch of 12 in micro-batches of 5; make global_batch a mul"),
+    ({"micro_batch": 5}, r"^micro_batch 5 does not divide global_batch 12; use 1, 2, 3, 4, 6 or 12$"),
 ]
 
 

@@ -22,6 +22,11 @@ MISTAKES = {
     "`h = np.empty_like(a)` in forward": [("h = ctx.scratch(a.shape)", "h = np.empty_like(a)")],
     "`ops.fill(dy, 0.0)` at the end": [("add=True)", "add=True)\n            ops.fill(dy, 0.0)")],
     "a and b from `ctx.scratch`": [("ctx.keep(", "ctx.scratch(")],
+    "`ops.fill(x, 0.0)` in forward": [("        return x, a, b", "        ops.fill(x, 0.0)\n        return x, a, b")],
+    "no `if dx is not None`": [("if dx is not None:", "if True:")],
+    "no `if` around dW": [("if (dw := grads[self.w]) is not None:", "if [dw := grads[self.w]]:")],
+    "v left out of `param_specs`": [("(self.v, into), ", "")],
+    "`ops.rsqrt(a, h)`": [("ops.gelu(a, h)", "ops.rsqrt(a, h)")],
 }
 ROWS = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", DOCUMENT.partition("| mistake | message begins |")[2], re.MULTILINE)
 
