@@ -28,16 +28,30 @@ def in_step() -> bool:
     return _number("SLURM_STEP_ID") is not None and _number("SLURM_STEP_NUM_TASKS") is not None
 
 
+def _launches() -> list[tuple[int, int | None]]:
+    """Return (size, rank) of each launcher that has left its variables; the largest first.
+
+    A launcher may run inside another one's job, whose variables are inherited: one process of ``srun`` or of Open
+    MPI's mpiexec starts MPICH's mpiexec, say. The larger job is the inner one; a job of one holds no other.
+    """
+    found = [
+        (_number("OMPI_COMM_WORLD_SIZE"), _number("OMPI_COMM_WORLD_RANK", "PMIX_RANK")),
+        (_number("PMI_SIZE"), _number("PMI_RANK")),
+        (_number("SLURM_STEP_NUM_TASKS"), _number("SLURM_PROCID")) if in_step() else (None, None),
+    ]
+    return sorted(((size, rank) for size, rank in found if size is not None), key=lambda pair: -pair[0])
+
+
 def environment_rank() -> int | None:
     """Return the rank that the launcher gave this process; None without a launcher. Starts no MPI."""
-    rank = _number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-    return _number("SLURM_PROCID") if rank is None and in_step() else rank
+    for _, rank in _launches():
+        return rank
+    return _number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def environment_size() -> int | None:
     """Return how many processes the launcher started; None where it does not say. Starts no MPI."""
-    size = _number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    return _number("SLURM_STEP_NUM_TASKS") if size is None and in_step() else size
+    return _launches()[0][0] if _launches() else None
 
 
 def abort_before_mpi(code: int) -> None:

@@ -7,9 +7,21 @@
     load_weights(engine, Path("model.safetensors"))
 """
 
+from mpishard.checkpoint.directory import complete, newest, read_beside, read_manifest
 from mpishard.checkpoint.loading import load
-from mpishard.checkpoint.manifest import Manifest, Tensor, newest, read_manifest
+from mpishard.checkpoint.manifest import Manifest, Tensor
 from mpishard.checkpoint.saving import save
 from mpishard.checkpoint.weights import find_weights, load_weights
 
-__all__ = ["Manifest", "Tensor", "find_weights", "load", "load_weights", "newest", "read_manifest", "save"]
+__all__ = [
+    "Manifest",
+    "Tensor",
+    "complete",
+    "find_weights",
+    "load",
+    "load_weights",
+    "newest",
+    "read_beside",
+    "read_manifest",
+    "save",
+]

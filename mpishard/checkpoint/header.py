@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from mpishard.checkpoint.strict_json import parse_json, shown
 from mpishard.errors import CheckpointError
 
-__all__ = ["LENGTH_BYTES", "Entry", "Header", "header_length", "make_header", "parse_header", "shown"]
+__all__ = ["LENGTH_BYTES", "Entry", "Header", "header_length", "make_header", "parse_header"]
 
 LENGTH_BYTES = 8
 #: The public readers refuse longer headers too.
@@ -114,17 +114,7 @@ def parse_header(raw: bytes, size: int, where: str) -> Header:
     if len(raw) < data:
         _refuse(where, f"its header ends after {len(raw)} of {data} bytes")
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-            _refuse(where, f"its header has {shown(twice)} twice")
-        return found
-
-    try:
-        table = json.loads(raw[LENGTH_BYTES:data].decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError):
-        _refuse(where, "its header is no JSON")
+    table = parse_json(raw[LENGTH_BYTES:data], "its header", lambda problem: _refuse(where, problem))
     if not isinstance(table, dict):
         _refuse(where, "its header is no JSON object")
     metadata = table.pop("__metadata__", {})
@@ -167,11 +157,6 @@ def _place(entry: Entry) -> tuple[int, int]:
     return entry.start, entry.stop
 
 
-def shown(text: str) -> str:
-    """Return a text from a file so that a message of one line can hold it."""
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise CheckpointError(f"{where}: is no whole safetensors file ({problem}); copy it again, or take another")
+    message = f"{where}: is no whole safetensors file ({problem}); copy it again, or take another"
+    raise CheckpointError(message) from None

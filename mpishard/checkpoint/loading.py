@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpishard.checkpoint.agree import agreed, from_rank_zero, system_errors
+from mpishard.checkpoint.directory import manifest_bytes, manifest_of
+from mpishard.checkpoint.files import open_regular
 from mpishard.checkpoint.header import LENGTH_BYTES, Header, header_length, parse_header
-from mpishard.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes
+from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.ranges import read_into
 from mpishard.checkpoint.tensors import (
     FORMAT_TYPES,
@@ -23,7 +25,7 @@ from mpishard.checkpoint.tensors import (
 from mpishard.errors import CheckpointError
 from mpishard.shard.engine import Engine
 
-__all__ = ["load", "shared_header"]
+__all__ = ["check_sums", "load", "shared_header"]
 
 
 def load(engine: Engine, path: Path) -> Manifest:
@@ -41,14 +43,14 @@ def load(engine: Engine, path: Path) -> Manifest:
     """
     comm = engine.comm
     comm.meet("loading a checkpoint")
-    manifest = Manifest.parse(from_rank_zero(comm, lambda: manifest_bytes(path)), str(path / MANIFEST))
+    manifest = manifest_of(path, from_rank_zero(comm, lambda: manifest_bytes(path)))
     arrays = arrays_of(engine.states)
     _check_fit(engine, manifest, path, tuple(arrays))
     headers = {name: shared_header(engine, path / f"{name}.safetensors") for name in arrays}
     for name, header in headers.items():
         _check_header(path / f"{name}.safetensors", header, manifest)
     agreed(comm, lambda: _read(engine, path, headers, arrays))
-    _check_sums(path, manifest, checksums(engine))
+    check_sums(path, manifest, checksums(engine))
     engine.steps, engine.updates = manifest.step, manifest.updates
     return manifest
 
@@ -61,7 +63,7 @@ def shared_header(engine: Engine, file: Path) -> Header:
     """
 
     def read() -> bytes:
-        with system_errors(file, 0, writing=False), file.open("rb") as opened:
+        with system_errors(file, 0, writing=False), open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
             first = opened.read(LENGTH_BYTES)
             return size.to_bytes(8, "little") + first + opened.read(header_length(first, size, str(file)))
@@ -100,7 +102,7 @@ def _read(engine: Engine, path: Path, headers: Mapping[str, Header], arrays: Map
     """Read what this rank holds straight into its arrays."""
     for name, array in arrays.items():
         file = path / f"{name}.safetensors"
-        with system_errors(file, engine.comm.rank, writing=False), file.open("rb", buffering=0) as opened:
+        with system_errors(file, engine.comm.rank, writing=False), open_regular(file) as opened:
             for part in engine.state.values():
                 for piece in part.pieces:
                     entry = headers[name].entries[public_name(engine.model, part.unit, piece.slot.name)]
@@ -108,8 +110,12 @@ def _read(engine: Engine, path: Path, headers: Mapping[str, Header], arrays: Map
                     read_into(opened.fileno(), out, entry.at(piece.start), file)
 
 
-def _check_sums(path: Path, manifest: Manifest, found: Mapping[str, Mapping[str, int]]) -> None:
-    """Compare the values that the ranks now hold with the manifest."""
+def check_sums(path: Path, manifest: Manifest, found: Mapping[str, Mapping[str, int]]) -> None:
+    """Compare the values that the ranks now hold with the manifest; ``found`` as :func:`checksums` returns it.
+
+    Raises:
+        CheckpointError: they are others; a few of the tensors are named.
+    """
     for array, sums in found.items():
         wrong = [t.name for t in manifest.tensors if int(t.checksums[array], 16) != sums[t.name]]
         if wrong:

@@ -1,23 +1,30 @@
-"""The manifest of a checkpoint: what it is, what it holds, and the sums by which damage is found."""
+"""The manifest of a checkpoint: what it is, what it holds, and the sums by which damage is found.
+
+Its ``digest`` covers all else that it says: the numbers of a run are in no other file. It is the BLAKE2b-128, in hex,
+of the other entries as JSON in ASCII with sorted keys and no spaces. It finds damage and edits; it is no signature.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
-from mpishard.checkpoint.header import shown
+from mpishard.checkpoint.strict_json import parse_json, shown
 from mpishard.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Manifest", "Tensor", "manifest_bytes", "newest", "read_manifest"]
+__all__ = ["Manifest", "Tensor", "digest_of"]
 
-MANIFEST = "manifest.json"
 _FORMAT = "mpishard-checkpoint"
 _VERSION = 1
+_DIGEST_BYTES = 16
 _SUM = re.compile("[0-9a-f]{16}")
+_DIGEST = re.compile("[0-9a-f]{32}")
+_TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Manifest:
         configuration: what the caller of ``save`` told of the run.
         tensors: the parameters in the order of the files.
         files: bytes of every file but this one, by name.
+        digests: of those files that hold no tensors, as :func:`digest_of` gives them, by name.
         checksum: of all parameters and moments, as ``Engine.checksum`` gives it.
     """
 
@@ -52,12 +60,13 @@ class Manifest:
     configuration: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     files: Mapping[str, int]
+    digests: Mapping[str, str]
     checksum: str
 
     @property
     def arrays(self) -> tuple[str, ...]:
         """The arrays held for each parameter: ``model``, then the optimiser's."""
-        names = [name.removesuffix(".safetensors") for name in self.files if name.endswith(".safetensors")]
+        names = [name.removesuffix(_TENSORS) for name in self.files if name.endswith(_TENSORS)]
         return tuple(sorted(names, key=lambda name: name != "model"))
 
     def text(self) -> str:
@@ -66,41 +75,89 @@ class Manifest:
         Raises:
             CheckpointError: the configuration is no JSON.
         """
-        head = {"format": _FORMAT, "version": _VERSION}
-        try:
-            return json.dumps({**head, **asdict(self)}, indent=2, allow_nan=False) + "\n"
-        except (TypeError, ValueError) as error:
+
+        def refuse(problem: object) -> NoReturn:
             raise CheckpointError(
-                f"the configuration cannot be written as JSON ({error}); give texts, finite numbers, lists and tables"
+                f"the configuration cannot be written as JSON ({problem}); give texts, finite numbers, lists and tables"
             ) from None
+
+        try:
+            text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, allow_nan=False)
+            table = parse_json(text, "it", refuse)  # as a reader will have it: keys of JSON are texts
+            return json.dumps({**table, "digest": _digest_of_table(table)}, indent=2) + "\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            refuse(error)
 
     @classmethod
     def parse(cls, text: str | bytes, where: str) -> Manifest:
         """Read a manifest; ``where`` names it in errors.
 
         Raises:
-            CheckpointError: it is none, of another version, or not complete.
+            CheckpointError: it is none, of another version, not complete, contradicts itself, or is not what was
+                written.
         """
+
+        def refuse(problem: str) -> NoReturn:
+            _refuse(where, problem)
+
         try:
-            table = json.loads(text)
-        except (ValueError, RecursionError):
-            _refuse(where, "it is no JSON")
-        if not isinstance(table, dict) or table.pop("format", None) != _FORMAT:
-            _refuse(where, f'it does not say "format": "{_FORMAT}"')
-        version = table.pop("version", None)
-        if version != _VERSION:
+            return cls._from_table(parse_json(text, "it", refuse), where, refuse)
+        except RecursionError:
+            refuse("it is nested too deep")
+
+    @classmethod
+    def _from_table(cls, table: Any, where: str, refuse: Callable[[str], NoReturn]) -> Manifest:
+        if not isinstance(table, dict) or table.get("format") != _FORMAT:
+            refuse(f'it does not say "format": "{_FORMAT}"')
+        version = table.get("version")
+        if type(version) is not int or version != _VERSION:
             raise CheckpointError(
-                f"{where}: is of version {shown(str(version))}, version {_VERSION} is read here; "
+                f"{where}: is of version {shown(json.dumps(version))}, version {_VERSION} is read here; "
                 "use the mpishard that wrote it"
             )
-        _check_fields(table, where)
-        tensors = tuple(Tensor(t["name"], tuple(t["shape"]), t["checksums"]) for t in table.pop("tensors"))
-        manifest = cls(**table, tensors=tensors)
-        for tensor in tensors:
-            if set(tensor.checksums) != set(manifest.arrays):
-                arrays = ", ".join(manifest.arrays)
-                _refuse(where, f"{shown(tensor.name)} has no checksum for each of {arrays}")
+        told = table.pop("digest", None)
+        fields = {name: value for name, value in table.items() if name not in ("format", "version")}
+        _check_fields(fields, where)
+        tensors = tuple(Tensor(t["name"], tuple(t["shape"]), t["checksums"]) for t in fields.pop("tensors"))
+        manifest = cls(**fields, tensors=tensors)
+        if problem := _contradiction(manifest):
+            refuse(problem)
+        if not isinstance(told, str):
+            refuse("it has no digest")
+        if told != (found := _digest_of_table(table)):
+            raise CheckpointError(
+                f"{where}: is damaged or was changed (its digest is {found}, it says {shown(told)}); "
+                "copy it again, or take another checkpoint"
+            )
         return manifest
+
+
+def digest_of(content: bytes) -> str:
+    """Return the BLAKE2b-128 of what a file holds, in hex."""
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _digest_of_table(table: Mapping[str, Any]) -> str:
+    return digest_of(json.dumps(table, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _contradiction(manifest: Manifest) -> str:
+    """Say what in a manifest cannot be true beside the rest; nothing where all can."""
+    names = Counter(tensor.name for tensor in manifest.tensors)
+    if twice := [name for name, count in names.items() if count > 1]:
+        return f"it has the tensor {shown(twice[0])} twice"
+    arrays = set(manifest.arrays)
+    if lacking := [tensor.name for tensor in manifest.tensors if set(tensor.checksums) != arrays]:
+        return f"{shown(lacking[0])} has no checksum for each of {', '.join(manifest.arrays)}"
+    if manifest.updates > manifest.step:
+        return f"its updates are {manifest.updates}, its steps {manifest.step}"
+    total = sum(int(value, 16) for tensor in manifest.tensors for value in tensor.checksums.values()) % 2**64
+    if f"{total:016x}" != manifest.checksum:
+        return f"its checksum is {manifest.checksum}, those of its tensors add up to {total:016x}"
+    small = {name for name in manifest.files if not name.endswith(_TENSORS)}
+    if wrong := sorted(small ^ manifest.digests.keys()):
+        return f"{shown(wrong[0])} has no size and digest"
+    return ""
 
 
 def _check_fields(table: dict[str, Any], where: str) -> None:
@@ -115,6 +172,7 @@ def _check_fields(table: dict[str, Any], where: str) -> None:
         **{name: isinstance(table[name], str) for name in ("mpishard", "dtype")},
         "configuration": isinstance(table["configuration"], dict),
         "files": isinstance(table["files"], dict) and all(map(_is_count, table["files"].values())),
+        "digests": isinstance(table["digests"], dict) and all(map(_is_digest, table["digests"].values())),
         "tensors": isinstance(table["tensors"], list) and all(map(_is_tensor, table["tensors"])),
         "checksum": _is_sum(table["checksum"]),
     }
@@ -143,46 +201,9 @@ def _is_sum(value: object) -> bool:
     return isinstance(value, str) and _SUM.fullmatch(value) is not None
 
 
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
 def _refuse(where: str, problem: str) -> NoReturn:
-    raise CheckpointError(f"{where}: is no manifest of a checkpoint ({problem}); take another checkpoint")
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in the directory ``path``.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    return Manifest.parse(manifest_bytes(path), str(path / MANIFEST))
-
-
-def manifest_bytes(path: Path) -> bytes:
-    """Return what the manifest's file holds.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        return (path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: is no checkpoint ({MANIFEST} cannot be read: {error.strerror}); "
-            "name a directory that a run has saved"
-        ) from None
-
-
-def newest(folder: Path) -> Path | None:
-    """Return the checkpoint of the highest step in ``folder``, a directory ``step-<number>``; None where there is none.
-
-    A directory without a manifest is no checkpoint.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    try:
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        found = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"step-([0-9]{1,18})", name))]
-        complete = [(step, name) for step, name in found if (folder / name / MANIFEST).is_file()]
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read ({error.strerror}); choose a folder that can be") from None
-    return folder / max(complete)[1] if complete else None
+    raise CheckpointError(f"{where}: is no manifest of a checkpoint ({problem}); take another checkpoint") from None

@@ -25,8 +25,10 @@ from typing import Any
 import mpishard
 from mpishard.array.dtypes import Array
 from mpishard.checkpoint.agree import agreed, by_rank_zero, from_rank_zero, system_errors
+from mpishard.checkpoint.directory import MANIFEST, step_of
+from mpishard.checkpoint.files import check_name
 from mpishard.checkpoint.header import Header, make_header
-from mpishard.checkpoint.manifest import MANIFEST, Manifest, Tensor
+from mpishard.checkpoint.manifest import Manifest, Tensor, digest_of
 from mpishard.checkpoint.ranges import write_from
 from mpishard.checkpoint.tensors import FORMAT_TYPES, arrays_of, checksums, public_name, shapes_of, type_of
 from mpishard.errors import CheckpointError
@@ -52,22 +54,23 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
     engine's type. A checkpoint of the same name is replaced.
 
     Args:
-        path: the same on all ranks, on a file system that all ranks see.
+        path: the same on all ranks, on a file system that all ranks see. A name ``step-<digits>`` is that of the
+            engine's steps.
         configuration: what the manifest says of the run: a table that JSON can hold.
         beside: texts of further files, by name.
 
     Raises:
         CheckpointError: on all ranks, when any of them cannot write; what was there before is whole.
     """
-    engine.comm.meet("saving a checkpoint")
-    if path.name in ("", ".."):
-        raise CheckpointError(f"{path}: has no name of its own to give a checkpoint; add one, such as step-00000100")
-    capture = _capture(engine, configuration, beside)
     comm = engine.comm
+    comm.meet("saving a checkpoint")
+    agreed(comm, lambda: _check_path(path, engine.steps))
+    contents = agreed(comm, lambda: _encoded(beside))
+    capture = _capture(engine, configuration, contents)
     token = from_rank_zero(comm, lambda: secrets.token_hex(4).encode()).decode()
     folder = path.with_name(f"{_hidden(path, 'new')}{token}")
     try:
-        small = by_rank_zero(comm, lambda: _prepare(path, folder, capture, beside)) or {}
+        small = by_rank_zero(comm, lambda: _prepare(path, folder, capture, contents)) or {}
         agreed(comm, lambda: _write(folder, capture, comm.rank))
         by_rank_zero(comm, lambda: _commit(path, folder, small))
     except CheckpointError:  # on all ranks; none goes on while the directory is there
@@ -79,7 +82,31 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
         raise
 
 
-def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[str, str]) -> _Capture:
+def _check_path(path: Path, step: int) -> None:
+    """Refuse a path that can be no checkpoint's, or is that of another step."""
+    check_name(path)
+    if path.name in ("", ".."):
+        raise CheckpointError(f"{path}: has no name of its own to give a checkpoint; add one, such as step-00000100")
+    if step_of(path) not in (None, step):
+        raise CheckpointError(
+            f"{path}: is the name of another step, the engine has done {step}; save as step-{step:08d}, or under a "
+            "name without a number"
+        )
+
+
+def _encoded(beside: Mapping[str, str]) -> dict[str, bytes]:
+    """Return what the small files will hold, by name."""
+    for name in beside:
+        if name in {"", MANIFEST} or name.startswith(".") or Path(name).name != name or name.endswith(".safetensors"):
+            raise CheckpointError(f"{name!r} cannot be the name of a file beside the tensors; choose another")
+        check_name(name)
+    try:
+        return {name: text.encode() for name, text in beside.items()}
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"a text beside the tensors cannot be written ({error.reason}); use another") from None
+
+
+def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[str, bytes]) -> _Capture:
     shapes = shapes_of(engine.model)
     arrays = arrays_of(engine.states)
     dtype = type_of(engine)
@@ -105,19 +132,17 @@ def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[s
         ),
         files={
             **{name: header.size for name, (_, header) in files.items()},
-            **{name: len(text.encode()) for name, text in beside.items()},
+            **{name: len(content) for name, content in beside.items()},
         },
+        digests={name: digest_of(content) for name, content in beside.items()},
         checksum=f"{sum(value for row in sums.values() for value in row.values()) % 2**64:016x}",
     )
     return _Capture(files, tuple(ranges), manifest)
 
 
-def _prepare(path: Path, folder: Path, capture: _Capture, beside: Mapping[str, str]) -> dict[str, bytes]:
+def _prepare(path: Path, folder: Path, capture: _Capture, beside: Mapping[str, bytes]) -> dict[str, bytes]:
     """Make the hidden directory with the large files in their full length, and return the small ones; rank 0."""
-    for name in beside:
-        if name in {"", MANIFEST} or name.startswith(".") or Path(name).name != name or name.endswith(".safetensors"):
-            raise CheckpointError(f"{name!r} cannot be the name of a file beside the tensors; choose another")
-    small = {name: text.encode() for name, text in {**beside, MANIFEST: capture.manifest.text()}.items()}
+    small = {**beside, MANIFEST: capture.manifest.text().encode()}
     with system_errors(path, 0, writing=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)

@@ -9,7 +9,7 @@ import numpy as np
 from mpishard.array.dtypes import name_of
 from mpishard.array.ops import Draw
 from mpishard.array.random import stream
-from mpishard.checkpoint.header import shown
+from mpishard.checkpoint.strict_json import shown
 from mpishard.errors import CheckpointError
 from mpishard.nn.model import Model, Unit
 from mpishard.shard.engine import Engine

@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from mpishard.checkpoint.agree import agreed, from_rank_zero, system_errors
-from mpishard.checkpoint.header import Entry, shown
-from mpishard.checkpoint.loading import shared_header
+from mpishard.checkpoint.directory import MANIFEST, manifest_bytes
+from mpishard.checkpoint.files import check_name, open_regular
+from mpishard.checkpoint.header import Entry
+from mpishard.checkpoint.loading import check_sums, shared_header
+from mpishard.checkpoint.manifest import Manifest
 from mpishard.checkpoint.ranges import read_converted, read_into
-from mpishard.checkpoint.tensors import check_tensors, listed, public_name, shapes_of, type_of
+from mpishard.checkpoint.strict_json import shown
+from mpishard.checkpoint.tensors import check_tensors, checksums, listed, public_name, shapes_of, type_of
 from mpishard.errors import CheckpointError
 from mpishard.nn.model import Model
 from mpishard.shard.engine import Engine
@@ -46,7 +50,8 @@ def load_weights(engine: Engine, file: Path) -> None:
 
     Raises:
         CheckpointError: on all ranks, when it cannot be read, is of another model, holds a number that is not finite
-            or a second copy of a tied tensor that differs from it; the tensor is named. Values may have been read.
+            or a second copy of a tied tensor that differs from it, or is of a checkpoint of ours and not as saved; the
+            tensor is named. Values may have been read.
     """
     comm = engine.comm
     comm.meet("loading weights")
@@ -58,14 +63,22 @@ def load_weights(engine: Engine, file: Path) -> None:
             f"{file}: {listed(strange)} cannot become {dtype} exactly; convert to {' or '.join(_EXACT[dtype])}"
         )
     agreed(comm, lambda: _read(engine, file, source))
+    folder = file.parent
+    beside = from_rank_zero(comm, lambda: manifest_bytes(folder) if (folder / MANIFEST).exists() else b"")
+    if beside and file.name == _MODEL:  # one of our own checkpoints: it says what its values are
+        manifest = Manifest.parse(beside, str(folder / MANIFEST))
+        check_tensors(str(folder / MANIFEST), {t.name: t.shape for t in manifest.tensors}, shapes_of(engine.model))
+        if manifest.dtype == dtype:
+            check_sums(folder, manifest, {"model": checksums(engine)["model"]})
 
 
 def find_weights(file: Path) -> Path:
     """Return the file itself, or the one in a directory.
 
     Raises:
-        CheckpointError: the directory cannot be read, or holds weights in another form.
+        CheckpointError: the name cannot be one, or the directory cannot be read or holds weights in another form.
     """
+    check_name(file)
     with system_errors(file, 0, writing=False):
         if not file.is_dir():
             return file
@@ -114,7 +127,7 @@ def _untied(where: str, copy: Entry, original: Entry) -> str:
 
 def _read(engine: Engine, file: Path, source: _Source) -> None:
     """Read, convert and check what this rank holds."""
-    with system_errors(file, engine.comm.rank, writing=False), file.open("rb", buffering=0) as opened:
+    with system_errors(file, engine.comm.rank, writing=False), open_regular(file) as opened:
         number = opened.fileno()
         for part in engine.state.values():
             for piece in part.pieces:

@@ -6,6 +6,7 @@ commands import what they need when they run, so that ``--help`` answers at once
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -30,6 +31,8 @@ EXIT_INTERRUPTED = 130
 #: Seconds before a rank leaves that cannot start MPI. Open MPI's launcher may crash, and leave the others waiting,
 #: when one rank ends while another one connects; srun loses what was printed just before.
 _CONNECT = 2.0
+#: What may be wrong with standard output: no room, no device.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 #: Seconds in which srun prints what rank 0 has said.
 _DRAIN = 1.0
 
@@ -83,24 +86,46 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         )
         code = EXIT_USER
     except click.Abort:
+        if _others_may_wait():
+            _say_alone("interrupted", EXIT_INTERRUPTED)
         code = EXIT_INTERRUPTED
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise  # a bug
+        _report(f"the output cannot be written ({error.strerror}); make room, or write it elsewhere")
+        code = EXIT_USER
     sys.exit(code)
 
 
-def _say_alone(message: str) -> None:
-    """Print what this rank has found alone, before it met the others, with its name: they may wait for it."""
+def _others_may_wait() -> bool:
+    """Return whether other ranks were launched that this one has not met: they wait for it in MPI's start."""
+    return (environment_size() or 1) > 1 and "mpi4py.MPI" not in sys.modules
+
+
+def _say_alone(message: str, code: int = EXIT_USER) -> None:
+    """Print what this rank has found alone, before it met the others, with its name, and end them."""
     rank = environment_rank()
     who = "" if rank is None else f"rank {rank} on {os.uname().nodename}: "
     click.echo(f"mpishard: {who}{' '.join(message.split())}", err=True)
     if rank is not None:
         sys.stderr.flush()
         time.sleep(_CONNECT)
-        abort_before_mpi(EXIT_USER)
+        abort_before_mpi(code)
 
 
 def _report(message: str) -> None:
     """Print one line, once per job."""
-    if environment_rank() in (None, 0) or environment_size() == 1:
+    first = environment_rank() in (None, 0) or environment_size() == 1
+    if first:
         click.echo(f"mpishard: {' '.join(message.split())}", err=True)
-    elif in_step():
+    if _others_may_wait():
+        if not first:
+            # Where all ranks have found the same, the first one has said so by then, and the job has ended.
+            time.sleep(2 * _CONNECT)
+            _say_alone(message)
+        else:
+            sys.stderr.flush()
+            time.sleep(_CONNECT)
+            abort_before_mpi(EXIT_USER)
+    elif not first and in_step():
         time.sleep(_DRAIN)  # srun --kill-on-bad-exit may end rank 0 before its line is out

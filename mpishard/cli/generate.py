@@ -77,8 +77,9 @@ def generate(
 
 def _numbers(text: str) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
-    if bad := [word for word in words if not word.isdecimal()]:
-        raise ConfigError(f"--prompt-tokens holds {bad[0]!r}; it must be whole numbers, as in '464 3290'")
+    if bad := [word for word in words if not word.isdecimal() or len(word) > 18]:
+        shown = bad[0] if len(bad[0]) <= 40 else f"{bad[0][:37]}..."
+        raise ConfigError(f"--prompt-tokens holds {shown!r}; it must be whole numbers, as in '464 3290'")
     return tuple(map(int, words))
 
 

@@ -122,24 +122,24 @@ def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Ca
             raise loaded
         return loaded
 
-    config, resumed = together(comm, settings)
-    same_on_all_ranks(comm, settings_text(config, resumed))
-    if config.comm.transport == "local" and comm.size > 1:
-        raise ConfigError(
-            f"{comm.size} processes were launched and comm.transport is local, which is one rank alone; "
-            "set it to auto, or start one process"
-        )
-    check_ranks(config, comm.size)
-    directory = agree_run_dir(comm, name, run_dir or (resumed.run if resumed is not None else None))
-    try:
-        with ending_all(comm):
+    with ending_all(comm):
+        config, resumed = together(comm, settings)
+        same_on_all_ranks(comm, settings_text(config, resumed))
+        if config.comm.transport == "local" and comm.size > 1:
+            raise ConfigError(
+                f"{comm.size} processes were launched and comm.transport is local, which is one rank alone; "
+                "set it to auto, or start one process"
+            )
+        check_ranks(config, comm.size)
+        directory = agree_run_dir(comm, name, run_dir or (resumed.run if resumed is not None else None))
+        try:
             code: int = run(config, directory, comm, resumed=resumed, stopper=stopper)
-    except ConfigError:
-        # Raised on all ranks. What was made for the run goes again, unless there is something in it.
-        if comm.rank == 0:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        raise
+        except ConfigError:
+            # Raised on all ranks. What was made for the run goes again, unless there is something in it.
+            if comm.rank == 0:
+                with contextlib.suppress(OSError):
+                    directory.rmdir()
+            raise
     comm.close()
     return code
 

@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from mpishard.array.ops import Ops
@@ -23,6 +25,7 @@ from mpishard.errors import CommError, ConfigError, LaunchError
 from mpishard.launched import environment_rank, environment_size, in_step
 
 __all__ = [
+    "abort_world",
     "communicator",
     "environment_rank",
     "environment_size",
@@ -60,22 +63,33 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
         )
     if transport == "local" or (transport == "auto" and size == 1):
         return LocalCommunicator(ops)
-    launched = size is not None or rank is not None
-    meets = "mpi4py.MPI" not in sys.modules and (size or 1) > 1
-    if meets:  # MPI waits for all ranks; one that cannot even start would leave the others waiting for ever
-        faulthandler.dump_traceback_later(_MEETING, exit=True)
+    with _meeting((size or 1) > 1):
+        return _world(ops, transport, size, rank)
+
+
+@contextmanager
+def _meeting(several: bool) -> Iterator[None]:
+    """End this process where MPI's start takes too long: it waits for all ranks, also for one that cannot start."""
+    if not several or "mpi4py.MPI" in sys.modules:
+        yield
+        return
+    faulthandler.dump_traceback_later(_MEETING, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _world(ops: Ops, transport: str, size: int | None, rank: int | None) -> Communicator:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
-        if transport == "auto" and not launched:
+        if transport == "auto" and size is None and rank is None:
             return LocalCommunicator(ops)
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(
             f"transport {transport!r} needs MPI here, which cannot be loaded ({reason}); {_NO_MPI}"
         ) from error
-    finally:
-        if meets:
-            faulthandler.cancel_dump_traceback_later()
     if not MPI.Is_initialized():
         raise ConfigError("mpi4py has not started MPI (MPI4PY_RC_INITIALIZE is off?); unset it, or call MPI.Init()")
     found = MPI.COMM_WORLD.Get_size()
@@ -151,6 +165,17 @@ def leave_together(comm: Communicator) -> None:
 
     if comm.transport == "mpi":
         atexit.register(meet)  # before mpi4py finalises MPI, which is later than any such function
+
+
+def abort_world(message: str, code: int) -> None:
+    """End every rank of the job from one that has started MPI, or not yet, and has no communicator."""
+    if "mpi4py.MPI" not in sys.modules:
+        return
+    from mpi4py import MPI
+
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.Get_size() > 1:
+        print(message, file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(code)
 
 
 def install_abort_hook(comm: Communicator) -> None:

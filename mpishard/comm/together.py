@@ -67,7 +67,8 @@ def _attempt(action: Callable[[], _Result]) -> tuple[tuple[_Result] | None, str]
     except ConfigError as error:
         return None, str(error) or "refused"
     except OSError as error:
-        return None, f"{error.filename}: {error.strerror}; choose a place that can be read and written"
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return None, f"{where}{error.strerror or error}; choose a place that can be read and written"
 
 
 def _agree(comm: Communicator, message: str) -> None:

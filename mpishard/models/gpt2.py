@@ -6,6 +6,7 @@ Units: ``root`` (wte, wpe, ln_f: read by both ends of the model) and one per blo
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +132,9 @@ _ONLY = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
 }
 
+#: the largest sizes that are taken from a file: far beyond any GPT-2, and within what the plan of a run can compute
+_MOST = {"n_layer": 10_000, "n_embd": 10**8, "n_head": 10**8, "n_positions": 10**8, "vocab_size": 10**8}
+
 
 def sizes_from(config: Mapping[str, Any], origin: str) -> Gpt2:
     """Return the sizes that a public ``config.json`` describes; the sequence is as long as the positions.
@@ -140,24 +144,28 @@ def sizes_from(config: Mapping[str, Any], origin: str) -> Gpt2:
         origin: names the file in errors.
 
     Raises:
-        CheckpointError: it describes another kind of model, or a size is absent or no whole number from 1 on.
+        CheckpointError: it describes another kind of model, or a size is absent, no whole number from 1 on, or beyond
+            any GPT-2.
     """
     if not isinstance(config, Mapping) or "model_type" not in config:
         raise CheckpointError(f"{origin}: has no model_type; the config.json of a GPT-2 is needed")
     for key, known in _ONLY.items():
         if config.get(key, known[0]) not in known:
             raise CheckpointError(
-                f"{origin}: {key} is {config[key]!r}; this GPT-2 computes with {' or '.join(map(repr, known))} alone"
+                f"{origin}: {key} is {reprlib.repr(config[key])}; "
+                f"this GPT-2 computes with {' or '.join(map(repr, known))} alone"
             )
     sizes = {}
-    for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size"):
+    for key, most in _MOST.items():
         size = config.get(key)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise CheckpointError(f"{origin}: {key} is {size!r}; it must be a whole number, at least 1")
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
+            raise CheckpointError(f"{origin}: {key} is {reprlib.repr(size)}; it must be a whole number in 1 .. {most}")
         sizes[key] = size
     inner = config.get("n_inner")
     if inner not in (None, 4 * sizes["n_embd"]):
-        raise CheckpointError(f"{origin}: n_inner is {inner!r}; this GPT-2 has 4 times n_embd, {4 * sizes['n_embd']}")
+        raise CheckpointError(
+            f"{origin}: n_inner is {reprlib.repr(inner)}; this GPT-2 has 4 times n_embd, {4 * sizes['n_embd']}"
+        )
     return Gpt2(
         layers=sizes["n_layer"],
         width=sizes["n_embd"],

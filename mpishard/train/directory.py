@@ -25,9 +25,10 @@ from typing import Any, TextIO
 
 from mpishard.errors import ConfigError
 
-__all__ = ["RunDirectory", "checkpoints", "holder"]
+__all__ = ["RunDirectory", "checkpoints", "holder", "locked"]
 
 _CONFIG, _METRICS, _REPORT, _STOPPED, _LOCK = "config.toml", "metrics.jsonl", "report.json", "stopped", ".lock"
+_MANIFEST = "manifest.json"
 
 
 def checkpoints(run: Path) -> Path:
@@ -48,17 +49,18 @@ class RunDirectory:
     Args:
         config: the settings, as TOML.
         goes_on: steps done by the run in this directory that goes on; None for a new run.
+        lock: from :func:`locked`, where it is held already.
 
     Raises:
         ConfigError: the directory holds a run already, or another process writes in it.
     """
 
-    def __init__(self, path: Path, config: str, goes_on: int | None = None) -> None:
+    def __init__(self, path: Path, config: str, goes_on: int | None = None, lock: TextIO | None = None) -> None:
         self.path = path
         if goes_on is None:
             self.refuse(path)
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path)
+        self._lock = lock or locked(path)
         try:
             if goes_on is None:
                 self.refuse(path)  # another run may have begun since
@@ -73,6 +75,8 @@ class RunDirectory:
     @staticmethod
     def refuse(path: Path) -> None:
         """Raise a ConfigError where ``path`` holds a run already; change nothing."""
+        if (path / _MANIFEST).exists():
+            raise ConfigError(f"{path} is a checkpoint; choose another --run-dir, nothing was changed")
         for name in (_CONFIG, _METRICS, _REPORT):
             if (path / name).exists():
                 raise ConfigError(
@@ -86,8 +90,15 @@ class RunDirectory:
         _replace(self.path / _METRICS, "".join(kept))
         report = self.path / _REPORT
         if report.exists():
-            report.replace(self.path / f"report-{steps:08d}.json")
+            report.replace(_unused(self.path, f"report-{self._reported(report):08d}"))
         (self.path / _STOPPED).unlink(missing_ok=True)
+
+    @staticmethod
+    def _reported(report: Path) -> int:
+        """Return the steps that a report is of; 0 where it does not say."""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return int(json.loads(report.read_text(encoding="utf-8"))["steps"])
+        return 0
 
     def _open(self) -> TextIO:
         return (self.path / _METRICS).open("a", encoding="utf-8", buffering=1)
@@ -101,14 +112,22 @@ class RunDirectory:
         self._file = self._open()
 
     def history(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of the steps so far; one that a crash cut short ends them."""
+        """Yield the records of the steps so far, but for a last one that a crash cut short.
+
+        Raises:
+            ConfigError: another line is no record of a step.
+        """
+        path = self.path / _METRICS
         try:
-            lines = (self.path / _METRICS).read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return
-        with contextlib.suppress(ValueError):
-            for line in lines:
-                yield json.loads(line)
+        for number, line in enumerate(lines, 1):
+            record = _record(line)
+            if record is not None:
+                yield record
+            elif number < len(lines):
+                raise ConfigError(f"{path}: line {number} is no record of a step; mend that line or remove it")
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -132,8 +151,14 @@ class RunDirectory:
         _replace(self.path / _STOPPED, text + "\n")
 
 
-def _locked(path: Path) -> TextIO:
-    """Return a file that is locked until it is closed or the process ends."""
+def locked(path: Path) -> TextIO:
+    """Return a file in a run directory that is locked until it is closed or the process ends.
+
+    Raises:
+        ConfigError: another process holds the lock.
+    """
+    if (path / _LOCK).exists() and not (path / _LOCK).is_file():  # opening a pipe would wait for its other end
+        raise ConfigError(f"{path / _LOCK}: is no regular file; remove it")
     file = (path / _LOCK).open("a", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,6 +174,27 @@ def _locked(path: Path) -> TextIO:
             flush=True,
         )
     return file
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """Return a step's record, or None where the line is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int or "loss" not in record:
+        return None
+    numbers = (record["loss"], record.get("heldout_loss"))
+    return record if all(value is None or isinstance(value, int | float) for value in numbers) else None
+
+
+def _unused(folder: Path, stem: str) -> Path:
+    """Return a name for a JSON file that is not taken."""
+    path, number = folder / f"{stem}.json", 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}-{number}.json"
+    return path
 
 
 def _replace(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,8 @@ def encode_prompt(request: Request, vocabulary: int) -> list[int]:
             "of its tokenizer, with --prompt-tokens"
         )
     else:
-        tokens = ByteTokenizer().encode(request.text or "").tolist()
+        # Bytes that are no text in this locale are bytes all the same.
+        tokens = ByteTokenizer().encode(os.fsencode(request.text or "")).tolist()
     if not tokens:
         raise ConfigError("the prompt is empty; it must hold at least one token, as in --prompt 'def '")
     if bad := [token for token in tokens if not 0 <= token < vocabulary]:

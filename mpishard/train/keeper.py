@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpishard.checkpoint import save
+from mpishard.checkpoint import complete, save
 from mpishard.comm.together import on_rank_zero
 from mpishard.models.gpt2 import Gpt2, public_config
 from mpishard.shard.engine import Engine
@@ -57,14 +58,14 @@ class Keeper:
         return path
 
     def _remove_old(self) -> None:
-        """Rename before removing, so that nobody finds a part of a checkpoint; the newest ones stay."""
-        found = sorted(path for path in self.folder.glob("step-*") if _complete(path))
+        """Rename before removing, so that nobody finds a part of a checkpoint; the newest ones stay.
+
+        What has another name than those given here, a copy of somebody's or a link, is left alone.
+        """
+        for path in self.folder.glob(".step-*.removed-*"):  # a run was killed while it removed
+            shutil.rmtree(path)
+        found = complete(self.folder)
         for path in found[: -self.config.keep] if self.config.keep else []:
-            aside = path.with_name(f".{path.name}.removed")
+            aside = path.with_name(f".{path.name}.removed-{secrets.token_hex(4)}")
             path.replace(aside)
             shutil.rmtree(aside)
-
-
-def _complete(path: Path) -> bool:
-    """Return whether a directory is a complete checkpoint."""
-    return (path / "manifest.json").exists()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpishard.checkpoint import find_weights
+from mpishard.checkpoint import find_weights, read_beside
 from mpishard.errors import CheckpointError
 from mpishard.models.gpt2 import Gpt2, sizes_from
 from mpishard.train.config import toml_value
@@ -20,12 +21,12 @@ def public_sizes(path: Path) -> Gpt2:
     """Return the sizes that a ``config.json`` describes.
 
     Raises:
-        CheckpointError: it cannot be read, or describes another kind of model.
+        CheckpointError: it cannot be read, is not what was saved with the checkpoint in which it lies, or describes
+            another kind of model.
     """
+    content = read_beside(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); look for its right name") from None
+        found = json.loads(content.decode())
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path}: is no JSON; copy or save the checkpoint again") from None
     if not isinstance(found, Mapping):
@@ -42,7 +43,7 @@ def check_weights(model: ModelConfig) -> None:
         CheckpointError: they differ, or it describes another kind of model; the settings to give are named.
     """
     path = find_weights(Path(model.init_from)).parent / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     theirs, ours = public_sizes(path), sizes_of(model)
     pairs = {

@@ -15,6 +15,15 @@ from mpishard.train.sections import Config
 
 __all__ = ["Resumed"]
 
+#: settings of a run that cannot be others when it goes on, and why; shapes are compared with the checkpoint's tensors
+_FIXED = {
+    "train": {"seed": "which orders the data", "global_batch": "which orders the data"},
+    "model": {
+        "heads": "without which its weights are another model",
+        "gelu": "without which its weights are another model",
+    },
+}
+
 
 class Resumed:
     """A checkpoint from which a run goes on.
@@ -37,6 +46,8 @@ class Resumed:
             CheckpointError: there is none.
         """
         if not checkpoints(path).is_dir():
+            if path.is_symlink() or path.name in ("", ".."):
+                path = path.resolve()  # under its own name, by which checkpoints are ordered
             return cls(path, holder(path), read_manifest(path))
         found = newest(checkpoints(path))
         if found is None:
@@ -46,11 +57,13 @@ class Resumed:
     def __init__(self, path: Path, run: Path | None, manifest: Manifest) -> None:
         self.path, self.run, self.manifest = path, run, manifest
         found = manifest.configuration.get("settings")
-        if not isinstance(found, Mapping):
-            raise CheckpointError(
-                f"{path}: holds no settings of a run (it was saved by a program of its own); use --init-from {path}"
-            )
-        self.settings: Mapping[str, Any] = found
+        sections = found if isinstance(found, Mapping) else {}
+        for section, keys in _FIXED.items():
+            if not isinstance(table := sections.get(section), Mapping) or not set(keys) <= table.keys():
+                raise CheckpointError(
+                    f"{path}: holds no settings of a run (it was saved by a program of its own); use --init-from {path}"
+                )
+        self.settings: Mapping[str, Any] = sections
 
     def changes(self, config: Config) -> list[str]:
         """Return the settings that are not those of the run that saved, as ``key = value (was value)``."""
@@ -62,18 +75,19 @@ class Resumed:
         ]
 
     def check(self, config: Config, training: Batches) -> None:
-        """Check that the run would see the data that it has not seen yet, in the order in which it would have.
+        """Check that it is the same model, and that it sees the data that it has not seen yet, in the same order.
 
         Raises:
-            ConfigError: another seed, global batch or training file was given.
+            ConfigError: another seed, global batch, training file, number of heads or form of GELU was given.
         """
-        for key in ("seed", "global_batch"):
-            was, now = self.settings["train"][key], getattr(config.train, key)
-            if was != now:
-                raise ConfigError(
-                    f"train.{key} is {now} and the checkpoint {self.path} was made with {was}, which orders "
-                    f"the data; leave it out, or begin a new run with --init-from {self.path}"
-                )
+        for section, keys in _FIXED.items():
+            for key, reason in keys.items():
+                was, now = self.settings[section][key], getattr(getattr(config, section), key)
+                if was != now:
+                    raise ConfigError(
+                        f"{section}.{key} is {now} and the checkpoint {self.path} was made with {was}, {reason}; "
+                        f"leave it out, or begin a new run with --init-from {self.path}"
+                    )
         was, now = self.manifest.configuration.get("training_file"), training.file.identity.hex()
         if was != now:
             raise ConfigError(

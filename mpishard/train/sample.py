@@ -60,6 +60,7 @@ def choose(logits: Array, draw: float, temperature: float, top_k: int) -> int:
     kept = np.arange(logits.size)
     if 0 < top_k < logits.size:
         kept = np.sort(np.argsort(-logits, kind="stable")[:top_k])
-    weights = np.exp((logits[kept] - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # a temperature near 0 makes the differences infinite
+        weights = np.exp((logits[kept] - logits.max()) / temperature)
     total = np.cumsum(weights)
     return int(kept[np.searchsorted(total, draw * total[-1], side="right")])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from mpishard.checkpoint import load, load_weights, newest
+from mpishard.checkpoint import load, load_weights, newest, read_manifest
 from mpishard.comm.base import Communicator
 from mpishard.comm.together import on_rank_zero, same_on_all_ranks, together
 from mpishard.comm.watch import Watch
@@ -19,7 +20,7 @@ from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 from mpishard.train.config import check_ranks, dump_toml
-from mpishard.train.directory import RunDirectory, checkpoints
+from mpishard.train.directory import RunDirectory, checkpoints, locked
 from mpishard.train.display import size
 from mpishard.train.keeper import Keeper
 from mpishard.train.loop import Run, Stopper
@@ -51,7 +52,21 @@ def run(
     """
     check_ranks(config, comm.size)
     goes_on = resumed is not None and resumed.run is not None and resumed.run.resolve() == run_dir.resolve()
-    on_rank_zero(comm, lambda: _refuse(run_dir, resumed if goes_on else None))
+    lock = on_rank_zero(comm, lambda: _claim(run_dir, resumed if goes_on else None))
+    with lock or nullcontext():
+        _run(config, run_dir, comm, resumed, stopper, goes_on, lock)
+    return 0
+
+
+def _run(
+    config: Config,
+    run_dir: Path,
+    comm: Communicator,
+    resumed: Resumed | None,
+    stopper: Stopper,
+    goes_on: bool,
+    lock: TextIO | None,
+) -> None:
     training, heldout = _open_data(config, run_dir, comm)
     if resumed is not None:
         resumed.check(config, training)
@@ -92,7 +107,7 @@ def run(
         load_weights(engine, Path(config.model.init_from))
     done = engine.steps if goes_on else None
     # Nothing is written for a run that cannot start.
-    directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config), done))
+    directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config), done, lock))
     if comm.rank == 0 and resumed is not None:
         print(f"goes on after step {engine.steps}, from {resumed.path}", flush=True)
         for change in resumed.changes(config):
@@ -100,38 +115,41 @@ def run(
     elif comm.rank == 0 and config.model.init_from:
         print(f"begins with the weights of {config.model.init_from}", flush=True)
     keeper = Keeper(engine, checkpoints(run_dir), config.checkpoint, configuration_of(config, training), sizes)
-    try:
-        with Watch(comm, run_dir / "ranks", silence=config.comm.silence) as watch:
-            engine.note = watch.note
-            session = Run(
-                config, engine, training, heldout, unsharded, directory, keeper, stopper, watch.at_step
-            )
+    with Watch(comm, run_dir / "ranks", silence=config.comm.silence) as watch:
+        engine.note = watch.note
+        session = Run(config, engine, training, heldout, unsharded, directory, keeper, stopper, watch.at_step)
+        try:
             if directory is None:
                 session.train()
             else:
                 with directory:
                     session.train()
-    except CheckpointError:
-        raise  # by all ranks alike
-    except (ConfigError, OSError) as error:
-        # One rank has found this, in the middle of a step or while it wrote: the others wait in a collective.
-        if isinstance(error, BrokenPipeError):
-            raise
-        comm.abort(f"mpishard: {_line(error)}", 2)
-    return 0
+        except CheckpointError:
+            raise  # by all ranks alike
+        except (ConfigError, OSError) as error:
+            # One rank has found this, in the middle of a step or while it wrote: the others wait in a collective.
+            if isinstance(error, BrokenPipeError):
+                raise
+            comm.abort(f"mpishard: {_line(error)}", 2)
 
 
-def _refuse(run_dir: Path, resumed: Resumed | None) -> None:
-    """Refuse a directory that holds another run, or a newer checkpoint than the one to go on from."""
+def _claim(run_dir: Path, resumed: Resumed | None) -> TextIO | None:
+    """Refuse a directory that holds another run, or a newer checkpoint than the one to go on from.
+
+    A run that goes on holds the lock from here on: what is newest now remains so.
+    """
     if resumed is None:
         RunDirectory.refuse(run_dir)
-        return
+        return None
+    lock = locked(run_dir)
     last = newest(checkpoints(run_dir))
-    if last is not None and last.name > resumed.path.name:
+    if last is not None and read_manifest(last).step > resumed.manifest.step:
+        lock.close()
         raise ConfigError(
             f"{resumed.path}: is older than {last.name} in the same run; resume that one, or choose another --run-dir "
             "for the run that branches off"
         )
+    return lock
 
 
 def _line(error: ConfigError | OSError) -> str:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +64,39 @@ def resume(comm: Communicator, path: Path, job: Job = BASE) -> Outcome:
     assert (engine.steps, engine.updates) == (manifest.step, manifest.updates) == (MIDDLE, MIDDLE)
     assert engine.checksum() == manifest.checksum
     return train(engine, job, END - MIDDLE, first=MIDDLE)
+
+
+def sealed(table: dict[str, Any]) -> str:
+    """A manifest's text with the digest of what it says: BLAKE2b-128 of all else, sorted and without spaces."""
+    rest = {key: value for key, value in table.items() if key != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**rest, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()})
+
+
+def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a manifest says, as somebody would who knows how its digest is made."""
+    table = json.loads((folder / "manifest.json").read_text())
+    change(table)
+    (folder / "manifest.json").write_text(sealed(table))
+
+
+def unreadable(path: Path, kind: str) -> None:
+    """Put something in place of a file that has no end, or that waits for ever when it is opened."""
+    if path.exists():
+        path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        here = os.open(path.parent, os.O_RDONLY)  # names of sockets are short
+        try:
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(f"/proc/self/fd/{here}/{path.name}")
+        finally:
+            os.close(here)
+
+
+UNREADABLE = ["fifo", "socket", "folder", "device"]

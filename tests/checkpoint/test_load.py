@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mpishard.checkpoint import load
+from mpishard.checkpoint import load, load_weights, loading
 from mpishard.comm.threads import run
 from mpishard.errors import CheckpointError
-from tests.checkpoint.runs import BASE, saved_alone
+from mpishard.shard.engine import Engine
+from tests.checkpoint.runs import BASE, UNREADABLE, edit_manifest, saved_alone, unreadable
 from tests.shard.training import SMALL, Job
 
 
@@ -33,19 +36,24 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def refusal(path: Path, job: Job = BASE, ranks: int = 3, **changes: Any) -> str:
-    """The one message of all ranks, without the folder."""
+def error_of(action: Callable[[Engine], object], job: Job = BASE, ranks: int = 3, **changes: Any) -> str:
+    """The one message of all ranks."""
 
     def body(comm: Any) -> str:
         engine = job.engine(comm, **changes)
         with pytest.raises(CheckpointError) as error:
-            load(engine, path)
+            action(engine)
         assert (engine.steps, engine.updates) == (0, 0)
         return str(error.value)
 
     (message,) = set(run(ranks, body))
     assert "\n" not in message
-    return message.replace(str(path), "HERE")
+    return message
+
+
+def refusal(path: Path, job: Job = BASE) -> str:
+    """The one message of all ranks, without the folder."""
+    return error_of(lambda engine: load(engine, path), job).replace(str(path), "HERE")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +105,8 @@ def test_a_file_that_the_manifest_does_not_mean(copy: Path) -> None:
     arrays = load_file(copy / "model.safetensors")
     save_file({**arrays, "more": np.zeros(3, np.float32)}, copy / "model.safetensors")
     assert "bytes, the manifest says" in refusal(copy)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = (copy / "model.safetensors").stat().st_size
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    size = (copy / "model.safetensors").stat().st_size
+    edit_manifest(copy, lambda manifest: manifest["files"].update({"model.safetensors": size}))
     expected = "HERE/model.safetensors: its tensors are not those of the manifest; copy the checkpoint again"
     assert refusal(copy) == expected
 
@@ -124,6 +131,53 @@ def test_garbage_for_a_manifest(copy: Path) -> None:
     assert refusal(copy) == expected
 
 
+def test_a_number_changed_in_the_manifest(copy: Path) -> None:
+    """Counters are in no other file, so nothing else would show it."""
+    table = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**table, "step": 5, "updates": 4}))
+    assert refusal(copy).startswith("HERE/manifest.json: is damaged or was changed (its digest is ")
+
+
+def test_a_checkpoint_under_the_name_of_another(saved: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(saved, tmp_path / "step-00000004")
+    expected = "HERE: holds the state after 2 steps, not that of its name; name it step-00000002 again"
+    assert refusal(path) == expected
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "exp_avg_sq.safetensors"])
+def test_what_is_no_regular_file_is_not_opened(copy: Path, kind: str, name: str) -> None:
+    unreadable(copy / name, kind)
+    assert refusal(copy) == f"HERE/{name}: is no regular file; name one that is, or copy it again"
+
+
+def test_a_file_that_one_rank_alone_sees_otherwise(saved: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has read the header; the file system of another rank may hold something else there."""
+    unreadable(copy / "model.safetensors", "fifo")
+    real = loading.open_regular
+
+    def seen(path: Path) -> Any:
+        return real(copy / path.name if threading.current_thread().name == "rank 1" else path)
+
+    monkeypatch.setattr(loading, "open_regular", seen)
+    assert refusal(saved).endswith("model.safetensors: is no regular file; name one that is, or copy it again")
+
+
+def test_a_manifest_of_any_length_is_not_read(copy: Path) -> None:
+    os.truncate(copy / "manifest.json", 10**12)
+    assert refusal(copy) == "HERE/manifest.json: holds 1000000000000 bytes, 100000000 are the most; take another"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    expected = f"{str(path / 'manifest.json')!r} cannot be the name of a file; use another"
+    assert {error_of(lambda engine: load(engine, path))} == {expected}
+    assert {error_of(lambda engine: load_weights(engine, path))} == {
+        f"{str(path)!r} cannot be the name of a file; use another"
+    }
+
+
 def test_a_file_cut_while_it_is_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.preadv", lambda file, data, offset: 0)
     message = refusal(saved)
@@ -131,12 +185,19 @@ def test_a_file_cut_while_it_is_read(saved: Path, monkeypatch: pytest.MonkeyPatc
     assert message.endswith("in the middle of a tensor; copy it again")
 
 
+def summed(manifest: dict[str, Any]) -> None:
+    total = sum(int(value, 16) for tensor in manifest["tensors"] for value in tensor["checksums"].values())
+    manifest["checksum"] = f"{total % 2**64:016x}"
+
+
 def removed(manifest: dict[str, Any]) -> None:
     del manifest["tensors"][3]
+    summed(manifest)
 
 
 def added(manifest: dict[str, Any]) -> None:
     manifest["tensors"].append({**manifest["tensors"][0], "name": "more\nlines"})
+    summed(manifest)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +205,7 @@ def added(manifest: dict[str, Any]) -> None:
     [(removed, "missing: transformer.ln_f.bias"), (added, r"unknown: 'more\nlines'")],
 )
 def test_a_manifest_of_other_tensors(copy: Path, change: Callable[[dict[str, Any]], None], told: str) -> None:
-    manifest = json.loads((copy / "manifest.json").read_text())
-    change(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    edit_manifest(copy, change)
     assert refusal(copy) == f"HERE: holds another model ({told}); give the sizes of the model that was saved"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import threading
@@ -28,11 +29,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def refusals(ranks: int, path: Path, **options: Any) -> set[str]:
-    """The errors of all ranks that save an untrained engine."""
+def refusals(ranks: int, path: Path, steps: int = 0, **options: Any) -> set[str]:
+    """The errors of all ranks that save an engine which has its initial values after so many steps."""
 
     def body(comm: Any) -> str:
         engine = BASE.engine(comm)
+        engine.steps = steps
         with pytest.raises(CheckpointError) as error:
             save(engine, path, **{"configuration": {}, **options})
         return str(error.value)
@@ -72,6 +74,10 @@ def test_the_manifest_tells_all(tmp_path: Path) -> None:
         path.name: path.stat().st_size for path in (tmp_path / "x").iterdir() if path.name != "manifest.json"
     }
     assert (tmp_path / "x" / "note.txt").read_bytes() == "é\n".encode()
+    assert manifest.digests == {
+        name: hashlib.blake2b(content, digest_size=16).hexdigest()
+        for name, content in {"config.json": b"{}", "note.txt": "é\n".encode()}.items()
+    }
     whole = sum(int(value, 16) for tensor in manifest.tensors for value in tensor.checksums.values())
     assert f"{whole % 2**64:016x}" == manifest.checksum
     assert json.loads((tmp_path / "x" / "manifest.json").read_text())["format"] == "mpishard-checkpoint"
@@ -99,7 +105,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     was = contents(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full_disk(5))
-        (message,) = refusals(3, path)
+        (message,) = refusals(3, path, steps=3)
     assert message.startswith(f"{tmp_path}/runs/.step-3.new-")
     assert "safetensors: cannot be written by rank 1 on " in message
     assert message.endswith("(No space left on device); make room, or choose another folder")
@@ -123,6 +129,40 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path, monkeypatch: pytest
     (message,) = refusals(3, tmp_path / "x")
     assert "cannot be written by rank 2 on " in message
     assert message.endswith("(No such file or directory); it must lie on a file system that all nodes share")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_names_that_no_file_has(tmp_path: Path, name: str) -> None:
+    expected = f"{str(tmp_path / name)!r} cannot be the name of a file; use another"
+    assert refusals(3, tmp_path / name) == {expected}
+    assert refusals(3, tmp_path / name / "x") == {
+        f"{str(tmp_path / name / 'x')!r} cannot be the name of a file; use another"
+    }
+    assert refusals(3, tmp_path / "x", beside={name: ""}) == {f"{name!r} cannot be the name of a file; use another"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_that_no_file_holds(tmp_path: Path) -> None:
+    (message,) = refusals(3, tmp_path / "x", beside={"note": "\ud800"})
+    assert message == "a text beside the tensors cannot be written (surrogates not allowed); use another"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_on_one_rank_alone(tmp_path: Path) -> None:
+    def body(comm: Any) -> str:
+        with pytest.raises(CheckpointError) as error:
+            save(BASE.engine(comm), tmp_path / ("x\0" if comm.rank == 1 else "x"), configuration={})
+        return str(error.value)
+
+    assert set(run(3, body)) == {f"{str(tmp_path / 'x') + chr(0)!r} cannot be the name of a file; use another"}
+
+
+def test_the_name_of_another_step(tmp_path: Path) -> None:
+    assert refusals(2, tmp_path / "step-00000004") == {
+        f"{tmp_path}/step-00000004: is the name of another step, the engine has done 0; "
+        "save as step-00000000, or under a name without a number"
+    }
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,13 +200,13 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_had_set_aside_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved_alone(tmp_path / "step-2", steps=1)
-    was = contents(tmp_path / "step-2")
-    (tmp_path / "step-2").rename(tmp_path / ".step-2.old-0123")
+    saved_alone(tmp_path / "x")
+    was = contents(tmp_path / "x")
+    (tmp_path / "x").rename(tmp_path / ".x.old-0123")
     monkeypatch.setattr(os, "pwrite", full_disk(0))
-    refusals(2, tmp_path / "step-2")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
-    assert contents(tmp_path / "step-2") == was
+    refusals(2, tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert contents(tmp_path / "x") == was
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from mpishard.checkpoint import load_weights, save
 from mpishard.comm.threads import run
 from mpishard.errors import CheckpointError
-from tests.checkpoint.runs import BASE, alone
+from tests.checkpoint.runs import BASE, alone, saved_alone
 from tests.models.engine_access import named
 from tests.shard.training import SMALL, Job, train
 
@@ -194,6 +194,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "is no whole safetensors file (it holds 6 bytes)" in refusal(tmp_path / "pickle")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({}))
     assert refusal(tmp_path) == "HERE: holds weights in several files; join them in one model.safetensors"
+
+
+def test_weights_of_a_checkpoint_of_ours_are_compared_with_its_manifest(tmp_path: Path) -> None:
+    engine = saved_alone(tmp_path / "x")
+    assert checksum(tmp_path / "x", 3, optimizer=None) == checksum(tmp_path / "x" / "model.safetensors", optimizer=None)
+    path = tmp_path / "x" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 1
+    path.write_bytes(data)
+    last = engine.model.units[-1]
+    with pytest.raises(CheckpointError, match=f"model.safetensors: is damaged .*{last.prefix}{last.specs[-1].name}"):
+        checksum(tmp_path / "x", 2)
+    path.rename(tmp_path / "x" / "other.safetensors")  # no longer what the manifest speaks of
+    checksum(tmp_path / "x" / "other.safetensors")
 
 
 def test_large_tensors_are_read_in_parts(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def job(monkeypatch, tmp_path):
     job = Job()
     launch = types.ModuleType("mpishard.comm.launch")
     launch.world = job.world
-    launch.install_abort_hook = lambda comm: None
+    launch.install_abort_hook = launch.leave_together = lambda comm: None
+    launch.abort_world = lambda message, code: None
     begin = types.ModuleType("mpishard.train.start")
     begin.run = job.run
     monkeypatch.setitem(sys.modules, "mpishard.comm.launch", launch)
@@ -253,7 +254,7 @@ class Ranks:
     def __init__(self, rank, first=None):
         self.rank, self.first, self.sent = rank, first, None
 
-    def exchange(self, record):
+    def exchange(self, record, what):
         self.sent = record
         return [record if self.rank == 0 else self.first, record]
 

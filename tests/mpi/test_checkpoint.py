@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mpishard.array.numpy_ops import NumpyOps
-from mpishard.checkpoint import load, newest, save
+from mpishard.checkpoint import load, load_weights, newest, save
 from mpishard.checkpoint.agree import from_rank_zero
 from mpishard.comm.base import Communicator
 from mpishard.errors import CheckpointError
-from tests.checkpoint.runs import BASE, resume, second_half, train_and_save
+from tests.checkpoint.runs import BASE, UNREADABLE, resume, second_half, train_and_save, unreadable
 from tests.shard.training import MICROS, Job
 
 pytestmark = pytest.mark.mpi
@@ -77,6 +77,8 @@ def test_all_ranks_twice_in_a_row(comm: Communicator, folder: Path, strategy: st
 def test_a_full_disk_on_one_rank(comm: Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_and_save(comm, folder / "step-3")
     failing = min(1, comm.size - 1)
+    engine = BASE.engine(comm)
+    engine.steps = 3
 
     def pwrite(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -85,7 +87,7 @@ def test_a_full_disk_on_one_rank(comm: Communicator, folder: Path, monkeypatch: 
         if comm.rank == failing:
             patch.setattr(os, "pwrite", pwrite)
         with pytest.raises(CheckpointError, match=f"by rank {failing} on .* make room"):
-            save(BASE.engine(comm), folder / "step-3", configuration={})
+            save(engine, folder / "step-3", configuration={})
     assert [path.name for path in folder.iterdir()] == ["step-3"]
     comm.barrier()
     assert resume(comm, folder / "step-3") == second_half()
@@ -114,3 +116,28 @@ def test_damage_in_one_ranks_part(comm: Communicator, folder: Path) -> None:
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"is damaged .*transformer\.h\.3\.mlp\.c_proj\.bias"):
         load(BASE.engine(comm), folder / "step-3")
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_no_rank_waits_for_what_is_no_file(comm: Communicator, folder: Path, kind: str) -> None:
+    engine = BASE.engine(comm)
+    save(engine, folder / "x", configuration={})
+    for name in ("exp_avg.safetensors", "model.safetensors", "manifest.json"):
+        if comm.rank == 0:
+            unreadable(folder / "x" / name, kind)
+        comm.barrier()
+        with pytest.raises(CheckpointError, match=f"{name}: is no regular file; "):
+            load(engine, folder / "x")
+        if name == "model.safetensors":
+            given_itself = [folder / "x" / name] if kind != "folder" else []
+            for given in (folder / "x", *given_itself):
+                with pytest.raises(CheckpointError, match=f"{name}: is no regular file; "):
+                    load_weights(engine, given)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_has(comm: Communicator, folder: Path, name: str) -> None:
+    engine = BASE.engine(comm)
+    for action in (lambda path: save(engine, path, configuration={}), lambda path: load(engine, path)):
+        with pytest.raises(CheckpointError, match="cannot be the name of a file; use another"):
+            action(folder / name)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from mpishard.array.numpy_ops import NumpyOps
+from mpishard.checkpoint import save
 from mpishard.comm.local import LocalCommunicator
 from mpishard.comm.threads import run as run_threads
-from mpishard.errors import ConfigError
+from mpishard.errors import CheckpointError, ConfigError
 from mpishard.models.gpt2 import Gpt2, public_config, sizes_from
 from mpishard.train import start
 from mpishard.train.config import load
 from mpishard.train.generate import Request, generate
+from mpishard.train.public import check_weights, public_sizes
 from mpishard.train.sample import choose
+from tests.checkpoint.runs import UNREADABLE, alone, unreadable
 
 TINY = ["model.sequence=16", "train.steps=3", "train.global_batch=4", "train.micro_batch=1"]
 
@@ -108,6 +112,11 @@ def test_top_k_and_temperature():
         ("n_layer", "2", "n_layer is '2'; it must be a whole number"),
         ("n_head", None, "n_head is None"),
         ("n_embd", 0, "n_embd is 0"),
+        ("n_layer", 10_001, "n_layer is 10001; it must be a whole number in 1 .. 10000"),
+        ("n_embd", 10**18, r"n_embd is 10+; it must be a whole number in 1 .. 100000000$"),
+        ("n_head", 100_000_001, r"n_head is 100000001; .* in 1 .. 100000000$"),
+        ("n_positions", 10**4000, r"n_positions is 10+\.\.\.0+; .* in 1 .. 100000000$"),
+        ("vocab_size", 2**63, "vocab_size is 9223372036854775808; .* in 1 .. 100000000$"),
     ],
 )
 def test_another_kind_of_model_is_refused(run, tmp_path, key, value, told):
@@ -117,6 +126,45 @@ def test_another_kind_of_model_is_refused(run, tmp_path, key, value, told):
     (tmp_path / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match=told):
         text(tmp_path)
+
+
+def changed(folder, key, value):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def test_a_configuration_that_was_changed_is_refused(run, tmp_path):
+    """Heads do not show in the shapes of tensors: the text could be another, without a sign."""
+    checkpoint = shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "copy")
+    changed(checkpoint, "n_head", 1)
+    with pytest.raises(ConfigError, match=r"config\.json: is damaged or was changed \(its digest is .*copy it again"):
+        text(checkpoint, 2)
+    settings = load(None, "tiny", [*TINY, f"model.init_from={checkpoint}", "model.heads=1"])
+    with pytest.raises(ConfigError, match=r"config\.json: is damaged or was changed"):
+        check_weights(settings.model)
+    (checkpoint / "manifest.json").unlink()  # a directory of somebody else
+    assert len(text(checkpoint)) == 20
+    check_weights(settings.model)
+
+
+def test_a_configuration_that_was_not_saved_with_the_checkpoint(run, tmp_path):
+    save(alone(), tmp_path / "x", configuration={})
+    (tmp_path / "x" / "config.json").write_bytes((run / "checkpoints/step-00000003/config.json").read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: was not saved with the checkpoint, and manifest\.json does"
+    ):
+        public_sizes(tmp_path / "x" / "config.json")
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_configuration_that_is_no_file(run, tmp_path, kind):
+    unreadable(tmp_path / "config.json", kind)
+    with pytest.raises(CheckpointError, match=r"config\.json: is no regular file; "):
+        public_sizes(tmp_path / "config.json")
+    settings = load(None, "tiny", [*TINY, f"model.init_from={tmp_path}"])
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"config\.json: is no regular file; "):
+        check_weights(settings.model)
 
 
 def test_sizes_survive_the_public_configuration():
