@@ -13,7 +13,7 @@ from mpishard.array.erf import erf
 from mpishard.array.numpy_shards import NumpyShardOps
 from mpishard.array.numpy_tiles import SCRATCH, TILE
 from mpishard.array.ops import Draw
-from mpishard.errors import ShapeError
+from mpishard.errors import DataError, ShapeError
 
 __all__ = ["NumpyOps"]
 
@@ -232,10 +232,12 @@ class NumpyOps(NumpyShardOps):
     # --- embedding
 
     def _embedding(self, table: Array, tokens: Array, out: Array) -> None:
-        # mode="clip": with the default mode NumPy copies `out` aside. Tokens were checked when they were read.
+        _check_numbers("token", tokens, table.shape[0])
+        # mode="clip": with the default mode NumPy copies `out` aside.
         np.take(table, tokens, axis=0, out=out, mode="clip")
 
     def _embedding_backward(self, tokens: Array, dy: Array, dtable: Array, add: bool) -> None:
+        _check_numbers("token", tokens, dtable.shape[0])
         if not add:
             dtable.fill(0.0)
         for rows in self._tiles(tokens.size, 1024):
@@ -274,6 +276,7 @@ class NumpyOps(NumpyShardOps):
             z, target = logits_[rows], targets[rows]
             ignored = target == IGNORE
             index = np.where(ignored, 0, target)
+            _check_numbers("target", index, z.shape[1], f", or {IGNORE} where there is none")
             row = np.arange(index.size)
             top = np.maximum.reduce(z, axis=1)
             np.subtract(z, top[:, None], out=z)
@@ -293,3 +296,14 @@ class NumpyOps(NumpyShardOps):
             np.copyto(wide, x[tile])
             total += float(np.add.reduce(wide))
         out[0] = total
+
+
+def _check_numbers(name: str, numbers: Array, count: int, besides: str = "") -> None:
+    """Refuse what is no index of ``count`` rows: NumPy would count negative ones from the end."""
+    if numbers.size:
+        for number in (int(numbers.min()), int(numbers.max())):
+            if not 0 <= number < count:
+                raise DataError(
+                    f"the data hold the {name} {number}; the model takes 0 to {count - 1}{besides}; "
+                    "mend the data, or make a model for them"
+                )

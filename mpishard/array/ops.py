@@ -210,7 +210,10 @@ class Ops(ABC):
     # --- embedding
 
     def embedding(self, table: Array, tokens: Array, out: Array) -> None:
-        """``out[n] = table[tokens[n]]``: table (V, C), tokens (N,) int64 in [0, V), out (N, C)."""
+        """``out[n] = table[tokens[n]]``: table (V, C), tokens (N,) int64 in [0, V), out (N, C).
+
+        Here and below, the CPU backend raises DataError for tokens and targets that are outside.
+        """
         if table.ndim != 2 or tokens.ndim != 1 or out.shape != (tokens.size, table.shape[1]):
             _misfit("embedding", "table (V, C), tokens (N,), out (N, C)", table=table, tokens=tokens, out=out)
         self._note("embedding", 0, 2 * out.nbytes)

@@ -42,7 +42,7 @@ def load(engine: Engine, path: Path) -> Manifest:
             element type; what differs is named.
     """
     comm = engine.comm
-    comm.meet("loading a checkpoint")
+    engine.entry.meet("loading a checkpoint")
     manifest = manifest_of(path, from_rank_zero(comm, lambda: manifest_bytes(path)))
     arrays = arrays_of(engine.states)
     _check_fit(engine, manifest, path, tuple(arrays))

@@ -54,7 +54,7 @@ def load_weights(engine: Engine, file: Path) -> None:
             tensor is named. Values may have been read.
     """
     comm = engine.comm
-    comm.meet("loading weights")
+    engine.entry.meet("loading weights")
     file = Path(os.fsdecode(from_rank_zero(comm, lambda: os.fsencode(find_weights(file)))))
     source = _match(engine.model, shared_header(engine, file).entries.values(), str(file))
     dtype = type_of(engine)

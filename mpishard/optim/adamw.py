@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpishard.array.dtypes import Array
 from mpishard.array.ops import AdamWStep, Ops
+from mpishard.errors import ConfigError
+from mpishard.shard.entry import number
 
 __all__ = ["AdamW"]
 
@@ -19,6 +22,9 @@ class AdamW:
         beta1, beta2, eps: as in Adam (Kingma & Ba 2015, algorithm 1).
         decay: weight decay of the parameters whose spec says that they decay, times the learning rate.
         limit: the gradient's global norm is clipped to it; 0 for no clipping.
+
+    Raises:
+        ConfigError: one of them is no finite number, is negative, or, of the betas, 1 or more.
     """
 
     beta1: float = 0.9
@@ -27,6 +33,16 @@ class AdamW:
     decay: float = 0.1
     limit: float = 1.0
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __post_init__(self) -> None:
+        for name in ("beta1", "beta2", "eps", "decay", "limit"):
+            given, beta = getattr(self, name), name.startswith("beta")
+            value = number(given)
+            if not 0.0 <= value < (1.0 if beta else math.inf):
+                kind = "0 or more and below 1" if beta else "a finite number, 0 or more"
+                raise ConfigError(f"AdamW was given {name} = {given!r}; it must be {kind}")
+            # One type, so that the ranks' digests of their optimisers compare values.
+            object.__setattr__(self, name, value)
 
     def clip(self, norm: float) -> float:
         """Return ``min(1, limit / norm)``."""

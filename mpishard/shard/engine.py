@@ -29,10 +29,11 @@ from mpishard.nn.model import Model
 from mpishard.shard.check import check
 from mpishard.shard.control import Agreement, Report, combine, compare, describe
 from mpishard.shard.dealing import deal
+from mpishard.shard.entry import Entry, feed_problem, name_problem, prediction_problem, rate_problem
 from mpishard.shard.exact import ExactSum
-from mpishard.shard.feed import prepare
-from mpishard.shard.instructions import Evaluate, Instruction, Outline, Predict, StageOutline, UnitOutline, digest
+from mpishard.shard.instructions import Evaluate, Instruction, Predict, digest
 from mpishard.shard.layout import layout
+from mpishard.shard.outline import outline_of
 from mpishard.shard.place import Placement, place
 from mpishard.shard.program import Action, Compiler, Regions
 from mpishard.shard.results import Evaluation, Optimizer, StepResult
@@ -45,17 +46,6 @@ __all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "Stop", "outline_o
 
 
 Stop: TypeAlias = "bool | Callable[[], bool]"
-
-
-def outline_of(model: Model) -> Outline:
-    """Return what schedules need to know of a model."""
-    trainable = {unit.name: tuple(s.name for s in unit.specs if s.trainable) for unit in model.units}
-    stages = []
-    for stage in model.stages:
-        owned = [(model.owner(stage, spec.name).name, spec.name) for spec in stage.layer.param_specs()]
-        params = tuple((unit, name) for unit, name in owned if name in trainable[unit])
-        stages.append(StageOutline(stage.name, stage.units, stage.backward_units, params))
-    return Outline(tuple(UnitOutline(u.name, u.keep, trainable[u.name]) for u in model.units), tuple(stages))
 
 
 class Engine:
@@ -94,6 +84,8 @@ class Engine:
     ) -> None:
         micros = deal(global_batch, micro_batch, comm.size)
         self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
+        #: everything that all ranks do with the engine begins with its ``meet``
+        self.entry = Entry(comm)
         self.settings = settings = replace(settings, micros=micros)
         self.global_batch = global_batch
         self.outline = outline_of(model)
@@ -170,7 +162,6 @@ class Engine:
         self.updates = 0
         #: whether :meth:`close` closes the communicator
         self.owns_comm = False
-        self.closed = False
         self._lr = 0.0
         self._more = False
         self._stop: Stop = False
@@ -244,18 +235,20 @@ class Engine:
             stop: whether this rank wants the run to end after this step; a callable is asked when ranks agree.
 
         Raises:
+            ConfigError: on every rank, when ``lr`` or the feed of any of them is wrong.
+            DataError: on the rank whose feed gives tokens or targets that there are not.
             CommError: on every rank, when they ran different steps.
-            EngineError: the engine has no optimiser.
+            EngineError: the engine has no optimiser, is closed, or failed before.
         """
         if self.optimizer is None:
             raise EngineError("the engine was made without an optimiser; it can evaluate and predict")
-        self._enter(f"step {self.steps}")
-        prepare(feed, self.model, self.global_batch, self.comm)
-        self._lr, self._more, self._stop = lr, more, stop
-        self._running.update(struct.pack("<d", lr))
+        what = f"step {self.steps}"
+        self.entry.meet(what, rate_problem(lr) or feed_problem(feed, self.model, self.global_batch), feed)
+        self._lr, self._more, self._stop = float(lr), bool(more), stop
+        self._running.update(struct.pack("<d", self._lr))
         self._runner.begin(self.steps, feed, self._scale, training=True)
         busy = sum(tally.busy for tally in self.comm.tallies.values())
-        seconds = self._run(self._train)
+        seconds = self._run(self._train, what)
         seconds["communicating"] = sum(tally.busy for tally in self.comm.tallies.values()) - busy
         known = self._agreement
         if known is None:
@@ -265,14 +258,14 @@ class Engine:
         self.updates += updated
         loss = known.loss / known.tokens if known.tokens else float("nan")
         norm = self._norm(known)
-        return StepResult(self.steps - 1, loss, known.tokens, norm, lr, updated, known.more, known.stop, seconds)
+        return StepResult(self.steps - 1, loss, known.tokens, norm, self._lr, updated, known.more, known.stop, seconds)
 
     def evaluate(self, feed: Feed | None) -> Evaluation:
         """Loss of one global batch without training. Collective."""
-        self._enter(f"an evaluation before step {self.steps}")
-        prepare(feed, self.model, self.global_batch, self.comm)
+        what = f"an evaluation before step {self.steps}"
+        self.entry.meet(what, feed_problem(feed, self.model, self.global_batch), feed)
         self._runner.begin(self.steps, feed, 1.0, training=False)
-        self._run(self._eval)
+        self._run(self._eval, what)
         return self._combine_evaluation()
 
     def _combine_evaluation(self) -> Evaluation:
@@ -284,31 +277,28 @@ class Engine:
         """Return the predictions (outputs,) at one position of one sample. Collective: every rank gives the same.
 
         The array is overwritten by the next call.
+
+        Raises:
+            ConfigError: on every rank, when the sample or the position of any of them does not fit the model.
         """
-        self._enter("a prediction")
+        self.entry.meet("a prediction", prediction_problem(sample, position, self.model))
         self.ops.copy(sample, self._runner.inputs[0])
         self._forward_one(position)
         logits: Array = self._logits[0]
         return logits
 
     def _forward_one(self, position: int) -> None:
-        self._position = position
+        self._position = int(position)
         self._runner.begin(self.steps, None, 1.0, training=False)
-        self._run(self._pred)
+        self._run(self._pred, "a prediction")
 
-    def _enter(self, what: str) -> None:
-        """Begin something that all ranks do, or find out that they do not."""
-        if self.closed:
-            raise EngineError(f"the engine was closed before {what}; close it last, or make another one")
-        self.comm.meet(what)
-
-    def _run(self, program: list[Action]) -> dict[str, float]:
+    def _run(self, program: list[Action], what: str) -> dict[str, float]:
         """Run the actions in order; return seconds by kind, starting collectives among computing."""
         times = {"compute": 0.0, "start": 0.0, "wait": 0.0}
         clock = time.perf_counter
         begin = last = clock()
         # Overflow is no warning here: the agreed norm says whether the step is finite, and for all ranks alike.
-        with np.errstate(all="ignore"):
+        with self.entry.until_done(what), np.errstate(all="ignore"):
             for action in program:
                 if self.note is not None:
                     self.note(action.name)
@@ -343,7 +333,7 @@ class Engine:
                 partial = self.arena.workspace.push((own.size // CHUNK,), np.dtype(np.float64))
                 self.ops.square_sums(own, part.layout.silent_within(part.own.start, part.own.stop), partial)
                 squares.add(partial)
-        stop = self._stop() if callable(self._stop) else self._stop
+        stop = bool(self._stop() if callable(self._stop) else self._stop)
         report = self._report(self._digests[0], squares, stop=stop)
         known = combine(self.comm.exchange(report.pack(), "the end of a step"))
         self._agreement = known
@@ -374,6 +364,7 @@ class Engine:
 
         They do not depend on the number of ranks, the strategy or the transport.
         """
+        self.entry.check("a checksum")
         mine = fingerprint(self.state, self.ops, self.states)
         shares = self.comm.exchange(mine.to_bytes(8, "little"), "a checksum")
         return f"{sum(int.from_bytes(share, 'little') for share in shares) % 2**64:016x}"
@@ -384,13 +375,16 @@ class Engine:
 
     def parameter(self, name: str) -> Array:
         """Return a fresh copy of a whole parameter by its public name, on every rank. Collective."""
-        self._enter("reading a parameter")
+        self.entry.meet("reading a parameter", name_problem(name))
         return whole_parameter(self.state, self.comm, name)
 
     def close(self) -> None:
-        """Give back the communicator where it was made for this engine alone. Collective; again is free."""
-        if not self.closed:
-            self._enter("closing the engine")
-            self.closed = True
+        """Give back the communicator where it was made for this engine alone. Collective; again is free.
+
+        After a failure nothing is sent and nothing given back: the other ranks may be anywhere.
+        """
+        if not (self.entry.closed or self.entry.unended):
+            self.entry.meet("closing the engine")
             if self.owns_comm:
                 self.comm.close()
+        self.entry.closed = True

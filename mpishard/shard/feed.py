@@ -15,16 +15,13 @@ from numpy.typing import ArrayLike
 
 from mpishard.array.constants import IGNORE
 from mpishard.array.dtypes import Array, dtype
-from mpishard.comm.base import Communicator
-from mpishard.errors import ConfigError
 from mpishard.nn.embedding import Embedding
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 
-__all__ = ["Batch", "batch", "prepare"]
+__all__ = ["DIGEST_BYTES", "Batch", "batch", "sample_problem"]
 
-_DIGEST = 16
-_RECORD = 512  # bytes that a rank tells of its batch: the digest, then what is wrong with it
+DIGEST_BYTES = 16
 
 
 class Batch:
@@ -56,20 +53,11 @@ class Batch:
             most = head.outputs() - 1
             if found := _outside(counted, most):
                 return f"a target of the batch is {found}; it must be 0 to {most}, or {IGNORE} (not counted)"
-        if dtype(model.sample_dtype).kind != "i":
-            found = str(self.inputs.dtype) if self.inputs.dtype.kind not in "fiu" else ""
-            return found and f"inputs of the batch are {found}; the model takes {model.sample_dtype}"
-        if self.inputs.dtype.kind not in "iu":
-            return f"inputs of the batch are {self.inputs.dtype}; the model takes tokens, such as int64"
-        first = model.stages[0].layer
-        most = first.vocabulary - 1 if isinstance(first, Embedding) else 2**63 - 1
-        if found := _outside(self.inputs, most):
-            return f"an input of the batch is {found}; the model knows the tokens 0 to {most}"
-        return ""
+        return _input_problem(self.inputs, model, "inputs of the batch are", "an input of the batch is")
 
     def digest(self) -> bytes:
         """Name the values of the whole batch."""
-        found = hashlib.blake2b(digest_size=_DIGEST)
+        found = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for array in (self.inputs, self.targets):
             found.update(f"{array.dtype.str}{array.shape}".encode())
             found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -93,26 +81,23 @@ def batch(inputs: ArrayLike, targets: ArrayLike) -> Batch:
     return Batch(np.asarray(inputs), np.asarray(targets))
 
 
-def prepare(feed: object, model: Model, samples: int, comm: Communicator) -> None:
-    """Check a :class:`Batch` on all ranks before a step; any other feed is its maker's concern. Collective.
+def sample_problem(sample: Array, model: Model) -> str:
+    """Say what keeps an array from being one sample of the model; empty where nothing does."""
+    if sample.shape != model.sample_shape:
+        return f"the sample has shape {sample.shape}; the model takes {model.sample_shape}"
+    return _input_problem(sample, model, "the sample is", "an input of the sample is")
 
-    Raises:
-        ConfigError: on every rank, when some rank's batch does not fit, or is not that of rank 0.
-    """
-    if not isinstance(feed, Batch):
-        return
-    mine = feed.problem(model, samples).encode()[: _RECORD - _DIGEST]
-    digest = feed.digest() if comm.size > 1 else bytes(_DIGEST)
-    records = comm.exchange((digest + mine).ljust(_RECORD, b"\0"), "a batch")
-    for record in records:
-        if message := record[_DIGEST:].rstrip(b"\0").decode(errors="replace"):
-            raise ConfigError(message)
-    for rank, record in enumerate(records):
-        if record[:_DIGEST] != records[0][:_DIGEST]:
-            raise ConfigError(
-                f"rank {rank} gives another batch than rank 0; give the whole global batch, the same on every rank "
-                "(is the shuffle seeded alike?)"
-            )
+
+def _input_problem(values: Array, model: Model, all_are: str, one_is: str) -> str:
+    kind = values.dtype.kind
+    if dtype(model.sample_dtype).kind != "i":
+        return "" if kind in "fiu" else f"{all_are} {values.dtype}; the model takes {model.sample_dtype}"
+    if kind not in "iu":
+        return f"{all_are} {values.dtype}; the model takes tokens, such as int64"
+    first = model.stages[0].layer
+    most = first.vocabulary - 1 if isinstance(first, Embedding) else 2**63 - 1
+    found = _outside(values, most)
+    return found and f"{one_is} {found}; the model knows the tokens 0 to {most}"
 
 
 def _outside(values: Array, most: int) -> str:

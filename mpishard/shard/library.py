@@ -54,7 +54,8 @@ def full_shard(
         poison: fill released memory with NaN; slow, finds layers that read what they must not.
 
     Nothing is installed in the process: exceptions, signals and output remain the program's. An exception on
-    one rank leaves the others waiting; ``mpishard.install_abort_hook(engine.comm)`` makes it end them all. A rank whose
+    one rank leaves the others waiting; ``mpishard.install_abort_hook(engine.comm)`` makes it end them all. The
+    engine of a rank where a step failed takes no further one. A rank whose
     program ends before the engine is closed waits for the others at its exit, and they are told where it is.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,26 @@ def test_errors_are_the_same_on_every_rank_and_leave_nothing(world: Any) -> None
         wrong.targets[0] = 3
     with pytest.raises(ConfigError, match="a target of the batch is 3; it must be 0 to 2"):
         one.step(wrong, lr=0.05)
+    assert train(one) == alone()
+    one.close()
+
+
+def test_what_one_rank_does_wrong_with_an_engine(world: Any) -> None:
+    """It is raised on all ranks, and the engine goes on with the bits of one that was always used well."""
+    last, point = world.rank == world.size - 1, np.zeros(5)
+    one = engine(world)
+    wrongs: list[tuple[Callable[[], object], str]] = [
+        (lambda: one.step(data(), lr=float("nan") if last else 0.1), "^lr is nan; it must be a finite number, 0 or mo"),
+        (lambda: one.step("data" if last else data(), lr=0.1), "^the feed is a str; give mpishard.batch"),
+        (lambda: one.predict(point, 1 if last else 0), "^position is 1; it must be a whole number, 0 to 0$"),
+        (lambda: one.parameter(3 if last else "head.bias"), "^the parameter's name is 3; give a text"),
+    ]
+    if world.size > 1:
+        wrongs.append((lambda: one.step(data() if last else data().__call__, lr=0.1), "gives a batch, rank 0 a functi"))
+    for call, message in wrongs:
+        with pytest.raises(ConfigError, match=message) as caught:
+            call()
+        assert len(set(world.allgather(str(caught.value)))) == 1
     assert train(one) == alone()
     one.close()
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mpishard.array.numpy_ops import NumpyOps
+from mpishard.errors import ConfigError
 from mpishard.optim.adamw import AdamW
 
 N = 1000
@@ -97,3 +98,23 @@ def test_clipping_makes_the_norm_the_limit():
 
 def test_states_are_named():
     assert AdamW().states == ("exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2", "eps", "decay", "limit"])
+@pytest.mark.parametrize("value", [-1e-9, 10**400, math.nan, math.inf, "0.5", None, True, 1j])
+def test_wrong_settings_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"^AdamW was given {name} = .*; it must be .*0 or more[a-z0-9 ]*$"):
+        AdamW(**{name: value})
+
+
+@pytest.mark.parametrize("beta", [1.0, 1, 2.0])
+def test_a_beta_is_below_one(beta):
+    for name in ("beta1", "beta2"):
+        with pytest.raises(ConfigError, match=rf"^AdamW was given {name} = {beta}; it must be 0 or more and below 1$"):
+            AdamW(**{name: beta})
+
+
+def test_settings_of_any_type_of_number():
+    """They become floats, so that ranks whose types differ agree, and those whose values differ do not."""
+    assert AdamW(0, np.float64(0.5), np.float32(0.25), np.int64(2), 3) == AdamW(0.0, 0.5, 0.25, 2.0, 3.0)
+    assert {type(value) for name, value in vars(AdamW(0, decay=np.float32(0.5))).items() if name != "states"} == {float}
