@@ -63,7 +63,7 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
         CheckpointError: on all ranks, when any of them cannot write; what was there before is whole.
     """
     comm = engine.comm
-    comm.meet("saving a checkpoint")
+    engine.entry.meet("saving a checkpoint")
     agreed(comm, lambda: _check_path(path, engine.steps))
     contents = agreed(comm, lambda: _encoded(beside))
     capture = _capture(engine, configuration, contents)

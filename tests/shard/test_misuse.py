@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import mpishard
 from mpishard.array.dtypes import Array
 from mpishard.array.numpy_ops import NumpyOps
+from mpishard.checkpoint import load, save
 from mpishard.comm import Communicator, LocalCommunicator, run_threads
 from mpishard.errors import ConfigError, DataError, EngineError
 from mpishard.models.gpt2 import Gpt2, gpt2
@@ -277,3 +279,17 @@ def test_a_rank_that_failed_closes_without_waiting_for_the_others() -> None:
 
     with pytest.raises(Exception, match="the data of rank 1 are gone"):
         run_threads(3, main, deadline=20)
+
+
+def test_nothing_is_saved_from_an_engine_in_which_a_step_failed(tmp_path: Path) -> None:
+    one = engine()
+
+    def broken(micro: int, inputs: Array, targets: Array) -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        one.step(broken, lr=0.1)
+    for room in (lambda: save(one, tmp_path / "x", configuration={}), lambda: load(one, tmp_path)):
+        with pytest.raises(EngineError, match="step 0 failed, so the engine's state is undefined"):
+            room()
+    assert not list(tmp_path.iterdir())
