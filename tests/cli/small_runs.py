@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
+from safetensors.numpy import save_file
 
 from mpishard.data.tokens import write_tokens
 from mpishard.models.gpt2 import Gpt2, gpt2
@@ -33,7 +33,6 @@ def training(folder: Path, *settings: str, **files: Path) -> list[str]:
 
 def weights(folder: Path, **changes: np.ndarray | None) -> Path:
     """A GPT-2's weights as a public file; a change replaces a tensor, or leaves it out."""
-    safetensors = pytest.importorskip("safetensors.numpy")
     rng = np.random.default_rng(1)
     model = gpt2(Gpt2(layers=1, width=6, heads=2, sequence=9, vocabulary=VOCABULARY))
     found = {
@@ -41,7 +40,7 @@ def weights(folder: Path, **changes: np.ndarray | None) -> Path:
     }
     for name, array in changes.items():
         found.pop(name) if array is None else found.update({name: array})
-    safetensors.save_file(found, folder / "model.safetensors")
+    save_file(found, folder / "model.safetensors")
     return folder / "model.safetensors"
 
 
