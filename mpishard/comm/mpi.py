@@ -15,6 +15,7 @@ Whole numbers of the element's width: nothing is converted, and no sum is ever h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -206,7 +207,8 @@ class MpiCommunicator(Communicator):
     def abort(self, message: str, code: int = 1) -> None:
         """Print the message and end every rank of the job; MPI does it where MPI can be called, or the system."""
         print(message, file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):  # it may be what has failed
+            sys.stdout.flush()
         self._pump.attempt(lambda: self._mpi.Abort(code))
         os._exit(code)  # MPI is held by a call that does not return; the launcher ends the others
 
