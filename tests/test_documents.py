@@ -70,6 +70,7 @@ def test_the_documents_have_programs() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.jobs
 def test_program(program: Program, tmp_path: Path) -> None:
     printed = []
     for way in (fresh, mpiexec):
