@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -81,6 +83,8 @@ def _meeting(several: bool) -> Iterator[None]:
 
 
 def _world(ops: Ops, transport: str, size: int | None, rank: int | None) -> Communicator:
+    # Open MPI does not start where no home directory is told; it only looks for settings there.
+    os.environ.setdefault("HOME", tempfile.gettempdir())
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:

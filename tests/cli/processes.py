@@ -30,9 +30,9 @@ def launcher(ranks):
     return [str(path), "-n", str(ranks)]
 
 
-def mpiexec(*arguments, ranks=2, env=None, cwd=None):
-    """Some ranks of this interpreter."""
-    return _run([*launcher(ranks), sys.executable, *arguments], env, cwd)
+def mpiexec(*arguments, ranks=2, env=None, cwd=None, through=()):
+    """Some ranks of this interpreter, started through other words."""
+    return _run([*launcher(ranks), *through, sys.executable, *arguments], env, cwd)
 
 
 def program(ranks, arguments):
