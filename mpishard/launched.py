@@ -11,7 +11,11 @@ import contextlib
 import os
 import subprocess
 
-__all__ = ["abort_before_mpi", "environment_rank", "environment_size", "in_step"]
+__all__ = ["abort_before_mpi", "environment_local_rank", "environment_rank", "environment_size", "in_step"]
+
+#: Local ranks of Open MPI's mpiexec; of those that speak PMI: MPICH's, Cray's, MVAPICH2's.
+_OMPI, _PMI = "OMPI_COMM_WORLD_LOCAL_RANK", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_NONE = (None, None, None)
 
 
 def _number(*names: str) -> int | None:
@@ -28,25 +32,38 @@ def in_step() -> bool:
     return _number("SLURM_STEP_ID") is not None and _number("SLURM_STEP_NUM_TASKS") is not None
 
 
-def _launches() -> list[tuple[int, int | None]]:
-    """Return (size, rank) of each launcher that has left its variables; the largest first.
+def _launches() -> list[tuple[int, int | None, int | None]]:
+    """Return (size, rank, local rank) of each launcher that has left its variables; the largest first.
 
     A launcher may run inside another one's job, whose variables are inherited: one process of ``srun`` or of Open
     MPI's mpiexec starts MPICH's mpiexec, say. The larger job is the inner one; a job of one holds no other.
     """
     found = [
-        (_number("OMPI_COMM_WORLD_SIZE"), _number("OMPI_COMM_WORLD_RANK", "PMIX_RANK")),
-        (_number("PMI_SIZE"), _number("PMI_RANK")),
-        (_number("SLURM_STEP_NUM_TASKS"), _number("SLURM_PROCID")) if in_step() else (None, None),
+        (_number("OMPI_COMM_WORLD_SIZE"), _number("OMPI_COMM_WORLD_RANK", "PMIX_RANK"), _number(_OMPI)),
+        (_number("PMI_SIZE"), _number("PMI_RANK"), _number(*_PMI)),
+        (_number("SLURM_STEP_NUM_TASKS"), _number("SLURM_PROCID"), _number("SLURM_LOCALID")) if in_step() else _NONE,
     ]
-    return sorted(((size, rank) for size, rank in found if size is not None), key=lambda pair: -pair[0])
+    told = [(size, rank, local) for size, rank, local in found if size is not None]
+    return sorted(told, key=lambda launch: -launch[0])
 
 
 def environment_rank() -> int | None:
     """Return the rank that the launcher gave this process; None without a launcher. Starts no MPI."""
-    for _, rank in _launches():
+    for _, rank, _ in _launches():
         return rank
     return _number("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def environment_local_rank() -> int | None:
+    """Return this process's number among those of its machine; None where the launcher does not say. Starts no MPI.
+
+    Under ``srun`` it is SLURM that says it for whatever MPI has the rank from it.
+    """
+    launches = _launches()
+    for launch in launches:
+        if launch[:2] == launches[0][:2] and launch[2] is not None:
+            return launch[2]
+    return None if launches else _number(_OMPI, *_PMI)
 
 
 def environment_size() -> int | None:

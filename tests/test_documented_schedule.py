@@ -17,6 +17,7 @@ from mpishard.train.config import load
 from mpishard.train.display import size
 from mpishard.train.model import build_model
 from mpishard.train.room import planned_memory
+from mpishard.train.sections import DTYPES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PROMPT = "$ mpishard schedule"
@@ -92,8 +93,10 @@ def planned(preset: str, ranks: int, overrides: list[str]) -> dict[str, int]:
     config = load(None, preset, overrides)
     comm = DryCommunicator(0, ranks, NumpyOps(), lambda count: count if ranks > 1 else 0)
     shard = config.shard
-    settings = Settings(shard.strategy, shard.prefetch, shard.recompute)
-    return planned_memory(build_model(config.model), comm, AdamW(), settings, config.train.micro_batch)
+    micros = config.train.global_batch // config.train.micro_batch // ranks
+    settings = Settings(shard.strategy, shard.prefetch, shard.recompute, max(1, micros))
+    kind = DTYPES[config.precision.compute]
+    return planned_memory(build_model(config.model), comm, AdamW(), settings, config.train.micro_batch, kind)
 
 
 def tables(path: Path) -> list[tuple[str, list[list[str]]]]:
@@ -119,7 +122,7 @@ def test_memory_figures_are_those_of_engines() -> None:
             overrides = [f"{key}={value}" for key, value in SETTING.findall(settings)]
             assert len(overrides) == settings.count("=")
             held = planned(preset, int(ranks), overrides)
-            state = held["parameters"] + held["gradients"] + held["optimizer"]
+            state = held["parameters"] + held["masters"] + held["gradients"] + held["optimizer"]
             other = held["workspace"] + held["staging"]
             known = {**held, "state": state, "other": other, "total": sum(held.values())}
             assert dict(zip(head[2:], cells, strict=True)) == {name: size(known[name]) for name in head[2:]}, settings

@@ -18,7 +18,7 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ArenaError
 
-__all__ = ["CATEGORIES", "STACKS", "Arena", "Stack"]
+__all__ = ["CATEGORIES", "STACKS", "TRANSPORTED", "Arena", "Stack"]
 
 CATEGORIES = (
     "parameters",
@@ -32,6 +32,8 @@ CATEGORIES = (
     "staging",
 )
 STACKS = ("saved", "workspace")
+#: what transports read and write
+TRANSPORTED = ("gathered", "unreduced", "staging")
 _UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made, where the address space has room
 _BYTES = np.dtype(np.uint8)
 _NAN = 255  # every byte of it: a NaN in each floating type, -1 in signed integers
@@ -99,37 +101,62 @@ class Stack:
 
 
 class Arena:
-    """One rank's memory.
+    """One rank's memory, one block for each category.
 
     Args:
         peaks: bytes of the two stacks; None while a plan is being made (memory without bound, on shapes only).
         poison: fill with NaN whatever is taken back.
+        reserved: bytes by category that :meth:`reserve` will be asked for; without it each reserve takes a block
+            of its own.
+        allocate: takes the blocks that communication touches, where a transport wants to own them.
     """
 
-    def __init__(self, ops: Ops, peaks: Mapping[str, int] | None, poison: bool = False) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        peaks: Mapping[str, int] | None,
+        poison: bool = False,
+        reserved: Mapping[str, int] | None = None,
+        allocate: Callable[[int, DType], Array] | None = None,
+    ) -> None:
         self._ops = ops
         self.poison = poison
-        self._held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        self._held["workspace"] = ops.own_bytes
+        self._reserved: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._planning = peaks is None
         sizes = dict.fromkeys(STACKS, min(_UNPLANNED, ops.room // 4)) if peaks is None else peaks
-        self._stacks = {
-            name: Stack(name, ops.empty(sizes[name], _BYTES), ops, poison) for name in STACKS
-        }
+        self._blocks: dict[str, Array] = {}
+        for name, size in (reserved or {}).items():
+            take = allocate if allocate is not None and name in TRANSPORTED else ops.empty
+            self._blocks[name] = take(size + sizes.get(name, 0), _BYTES)
+        self._stacks = {name: Stack(name, self._stack_memory(name, sizes[name]), ops, poison) for name in STACKS}
         self.saved, self.workspace = self._stacks["saved"], self._stacks["workspace"]
         if poison:
             for name, stack in self._stacks.items():
                 stack.top = sizes[name]
                 stack.cut(0)
 
-    def reserve(
-        self, category: str, count: int, dtype: DType, allocate: Callable[[int, DType], Array] | None = None
-    ) -> Array:
-        """Return a 1-D array that lives as long as the arena, from ``allocate`` where a transport wants to own it."""
-        array = (allocate or self._ops.empty)(count, dtype)
-        self._held[category] += array.nbytes
-        if self.poison:
-            self.spoil(array)
+    def _stack_memory(self, name: str, size: int) -> Array:
+        block = self._blocks.get(name)
+        return self._ops.empty(size, _BYTES) if block is None else block[block.size - size :]
+
+    def reserve(self, category: str, count: int, dtype: DType) -> Array:
+        """Return a 1-D array at a multiple of 64 bytes that lives as long as the arena.
+
+        Raises:
+            ArenaError: the step uses more than was planned.
+        """
+        nbytes = count * dtype.itemsize
+        start = self._reserved[category]
+        self._reserved[category] = end = -(-(start + nbytes) // 64) * 64
+        block = self._blocks.get(category)
+        if block is None:
+            array = self._ops.empty(count, dtype)
+        else:
+            planned = block.size - (self._stacks[category].capacity if category in self._stacks else 0)
+            if end > planned:
+                raise ArenaError(f"{category}: {end} bytes are to be reserved and {planned} were planned")
+            array = block[start : start + nbytes].view(dtype)
+        self.spoil(array)
         return array
 
     def spoil(self, array: Array) -> None:
@@ -141,9 +168,14 @@ class Arena:
         """Return the bytes that the stacks have needed at most."""
         return {name: stack.peak for name, stack in self._stacks.items()}
 
+    def reserved(self) -> dict[str, int]:
+        """Return the bytes that :meth:`reserve` has given out, by category."""
+        return dict(self._reserved)
+
     def held(self) -> dict[str, int]:
         """Return bytes by category; a stack holds what was planned for it, or its peak while a plan is made."""
-        held = dict(self._held)
+        held = dict(self._reserved)
+        held["workspace"] += self._ops.own_bytes
         for name, stack in self._stacks.items():
             held[name] += stack.peak if self._planning else stack.capacity
         return held

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from mpishard.errors import ConfigError
 
-__all__ = ["DTYPES", "Array", "DType", "accumulator", "dtype", "name_of"]
+__all__ = ["DTYPES", "Array", "DType", "accumulator", "address", "dtype", "name_of", "overlap"]
 
 #: An array of any backend that follows NumPy's array semantics (views, ``reshape``, ``T``).
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -19,6 +20,7 @@ DTYPES: dict[str, DType] = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "int64": np.dtype(np.int64),
     "uint64": np.dtype(np.uint64),
     "uint16": np.dtype(np.uint16),
@@ -59,6 +61,18 @@ def accumulator(value: DType) -> DType:
         ConfigError: ``value`` is no floating type of the table.
     """
     name = name_of(value)
-    if not name.startswith("float"):
-        raise ConfigError(f"{name} cannot be summed; only float16, float32 and float64 can")
+    if "float" not in name:
+        raise ConfigError(f"{name} cannot be summed; only bfloat16, float16, float32 and float64 can")
     return DTYPES["float64"] if name == "float64" else DTYPES["float32"]
+
+
+def address(array: Array) -> int:
+    """Return where an array of any backend begins."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])
+
+
+def overlap(one: Array, other: Array) -> bool:
+    """Return whether two contiguous arrays share memory."""
+    first, second = address(one), address(other)
+    return first < second + other.nbytes and second < first + one.nbytes

@@ -1,192 +1,160 @@
-"""Operations on host arrays with NumPy: the CPU backend, and the reference of the others."""
+"""Operations on host arrays with NumPy: the CPU backend, and the reference of the others.
+
+Arrays of float32 and float64 are worked on where they lie; those of 16 bits in blocks of float32
+(:mod:`mpishard.array.numpy_tiles`, note "sixteen bits"), by the same operations.
+
+[Note: rounding]
+An operation rounds once, when it writes: to nearest, ties to even. An output may have the type of the inputs or their
+accumulator's. What is added to an output is added in float32, before that rounding.
+"""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from mpishard.array import random
-from mpishard.array.constants import IGNORE
+from mpishard.array.backend import Draw
 from mpishard.array.dtypes import Array
-from mpishard.array.erf import erf
-from mpishard.array.numpy_shards import NumpyShardOps
-from mpishard.array.numpy_tiles import SCRATCH, TILE
-from mpishard.array.ops import Draw
-from mpishard.errors import DataError, ShapeError
+from mpishard.array.numpy_floats import NumpyFloatOps, check_numbers
+from mpishard.array.numpy_matmul import product_of_narrow
+from mpishard.array.numpy_tiles import BLOCK, TILE, pieces
 
 __all__ = ["NumpyOps"]
 
-_GELU = math.sqrt(2.0 / math.pi)
-_CUBIC = 0.044715
+_MANY = 1 << 18  # tokens whose places are sorted at once, in half of the second scratch
 
 
-class NumpyOps(NumpyShardOps):
+def _narrow(x: Array) -> bool:
+    """Whether x is computed with in float32."""
+    return bool(x.dtype.itemsize == 2)
+
+
+def _round(wide: Array, out: Array) -> None:
+    np.copyto(out, wide, casting="same_kind")
+
+
+def _part(x: Array, here: tuple[int | slice, ...]) -> Array:
+    """Index the leading axes; an array in any case, where a single element of bfloat16 would be none."""
+    part: Array = x[here + (...,)]
+    return part
+
+
+class NumpyOps(NumpyFloatOps):
     """NumPy's version of each operation. One object serves one thread: its calls share its scratch."""
-
-    # --- memory
-
-    def _copy(self, x: Array, out: Array) -> None:
-        np.copyto(out, x, casting="same_kind")
-
-    def _fill(self, out: Array, value: float) -> None:
-        out.fill(value)
 
     # --- matrices
 
     def _matmul(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        # BLAS kernels may compute on what lies beside a matrix of odd size and set floating-point flags there.
+        if not _narrow(a):
+            super()._matmul(a, b, out, add)
+            return
         with np.errstate(all="ignore"):
-            self._product(a, b, out, add)
-
-    def _product(self, a: Array, b: Array, out: Array, add: bool) -> None:
-        if not add:
-            np.matmul(a, b, out=out)
-            return
-        room = SCRATCH // out.dtype.itemsize
-        per_row = out.size // max(1, out.shape[-2])
-        if per_row > room:
-            if out.ndim == 2:
-                raise ShapeError(f"a row of {per_row} elements is longer than the CPU backend's tiles allow")
-            for i in range(out.shape[0]):
-                self._product(a[i], b[i], out[i], add)
-            return
-        # NumPy has no beta: the product of a block of rows goes through scratch and is added.
-        for rows in self._tiles(out.shape[-2], max(1, room // max(1, per_row))):
-            target = out[..., rows, :]
-            (flat,) = self._temps(target.size, out.dtype, 1)
-            product = flat.reshape(target.shape)
-            np.matmul(a[..., rows, :], b, out=product)
-            np.add(target, product, out=target)
+            product_of_narrow(a, b, out, add, self._wides(*[BLOCK] * 4))
 
     def _column_sum(self, x: Array, out: Array, add: bool) -> None:
-        if not add:
-            np.add.reduce(x, axis=0, out=out)
+        if not _narrow(x):
+            super()._column_sum(x, out, add)
             return
         for columns in self._tiles(out.size):
-            (total,) = self._temps(columns.stop - columns.start, out.dtype, 1)
-            np.add.reduce(x[:, columns], axis=0, out=total)
-            np.add(out[columns], total, out=out[columns])
+            width = columns.stop - columns.start
+            rows = max(1, min(x.shape[0], BLOCK // width))
+            total, flat = self._wides(width, rows * width)
+            total.fill(0.0)
+            for part in self._tiles(x.shape[0], rows):
+                block = x[part, columns]
+                wide = flat[: block.size].reshape(block.shape)
+                np.copyto(wide, block)
+                # The sum so far comes first, as if the block's rows followed it.
+                np.add(wide[0], total, out=wide[0])
+                np.add.reduce(wide, axis=0, out=total)
+            if add:
+                np.copyto(flat[:width], out[columns])
+                np.add(flat[:width], total, out=total)
+            _round(total, out[columns])
 
     def _row_dot(self, x: Array, y: Array, out: Array) -> None:
+        if not _narrow(x):
+            super()._row_dot(x, y, out)
+            return
         rows, heads, size = x.shape
         for tile in self._tiles(rows, max(1, TILE // max(1, heads * size))):
-            part = x[tile]
-            (flat,) = self._temps(part.size, x.dtype, 1)
-            product = flat.reshape(part.shape)
-            np.multiply(part, y[tile], out=product)
-            np.add.reduce(product, axis=-1, out=out[tile])
+            wide_x, wide_y = self._widened(x[tile], y[tile])
+            super()._row_dot(wide_x, wide_y, out[tile])
+
+    def _widened(self, *arrays: Array) -> list[Array]:
+        """Return the arrays in float32, in the second scratch."""
+        found = self._wides(*(array.size for array in arrays))
+        for i, array in enumerate(arrays):
+            found[i] = found[i].reshape(array.shape)
+            np.copyto(found[i], array)
+        return found
 
     # --- elementwise
 
     def _add(self, x: Array, y: Array, out: Array) -> None:
-        np.add(x, y, out=out)
+        if not _narrow(x):
+            super()._add(x, y, out)
+            return
+        for here in pieces(x.shape, 4 * TILE):
+            wide, more = self._widened(_part(x, here), _part(y, here[x.ndim - y.ndim :]))
+            np.add(wide, more, out=wide)
+            _round(wide, _part(out, here))
 
     def _multiply(self, x: Array, y: Array, out: Array, add: bool) -> None:
-        if not add:
-            np.multiply(x, y, out=out)
-        elif x.size <= TILE:
-            (flat,) = self._temps(x.size, out.dtype, 1)
-            product = flat.reshape(x.shape)
-            np.multiply(x, y, out=product)
-            np.add(out, product, out=out)
-        else:
-            rows = max(1, TILE * x.shape[0] // x.size)
-            for part in self._tiles(x.shape[0], rows):
-                here: slice | int = part if rows > 1 or x.ndim == 1 else part.start
-                self._multiply(x[here], y[here] if y.ndim == x.ndim else y, out[here], add)
+        if not _narrow(x):
+            super()._multiply(x, y, out, add)
+            return
+        for here in pieces(x.shape, 4 * TILE):
+            target = _part(out, here)
+            part, factor = _part(x, here), _part(y, here[x.ndim - y.ndim :])
+            wide, more, *before = self._widened(part, factor, *[target] * add)
+            np.multiply(wide, more, out=wide)
+            if add:
+                np.add(before[0], wide, out=wide)
+            _round(wide, target)
 
     def _gelu(self, x: Array, y: Array, tanh: bool) -> None:
+        if not _narrow(x):
+            super()._gelu(x, y, tanh)
+            return
         x, y = x.reshape(-1), y.reshape(-1)
         for tile in self._tiles(x.size):
-            u = x[tile]
-            (t,) = self._temps(u.size, x.dtype, 1)
-            if tanh:
-                self._gelu_tanh(u, t)
-            else:
-                self._erf(u, t)
-            np.add(t, 1.0, out=t)
-            np.multiply(t, u, out=t)
-            np.multiply(t, 0.5, out=y[tile])
-
-    @staticmethod
-    def _gelu_tanh(u: Array, t: Array) -> None:
-        """``t = tanh(sqrt(2 / pi) * (u + 0.044715 u**3))``."""
-        np.multiply(u, u, out=t)
-        np.multiply(t, _CUBIC, out=t)
-        np.add(t, 1.0, out=t)
-        np.multiply(t, u, out=t)
-        np.multiply(t, _GELU, out=t)
-        np.tanh(t, out=t)
-
-    def _erf(self, u: Array, t: Array) -> None:
-        """``t = erf(u / sqrt(2))``, in pieces: erf works in temporaries of its own."""
-        for piece in self._tiles(u.size, 512):
-            t[piece] = erf(u[piece] * math.sqrt(0.5))
+            (wide,) = self._widened(x[tile])
+            super()._gelu(wide, wide, tanh)
+            _round(wide, y[tile])
 
     def _gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool) -> None:
+        if not _narrow(x):
+            super()._gelu_backward(x, dy, dx, tanh)
+            return
         x, dy, dx = x.reshape(-1), dy.reshape(-1), dx.reshape(-1)
         for tile in self._tiles(x.size):
-            u = x[tile]
-            t, s, w = self._temps(u.size, x.dtype, 3)
-            np.multiply(u, u, out=s)
-            if tanh:
-                # gelu' = (1 + t) / 2 * (1 + u (1 - t) c (1 + 3 * 0.044715 u**2)), t the tanh, c = sqrt(2 / pi)
-                self._gelu_tanh(u, t)
-                np.multiply(s, 3.0 * _CUBIC, out=s)
-                np.add(s, 1.0, out=s)
-                np.multiply(s, _GELU, out=s)
-                np.multiply(s, u, out=s)
-                np.subtract(1.0, t, out=w)
-                np.multiply(s, w, out=s)
-                np.add(s, 1.0, out=s)
-                np.add(t, 1.0, out=t)
-                np.multiply(s, t, out=s)
-                np.multiply(s, 0.5, out=s)
-            else:
-                # gelu' = Phi(u) + u phi(u)
-                np.multiply(s, -0.5, out=s)
-                np.exp(s, out=s)
-                np.multiply(s, u, out=s)
-                np.multiply(s, 1.0 / math.sqrt(2.0 * math.pi), out=s)
-                self._erf(u, t)
-                np.add(t, 1.0, out=t)
-                np.multiply(t, 0.5, out=t)
-                np.add(s, t, out=s)
-            np.multiply(s, dy[tile], out=dx[tile])
+            wide, slope = self._widened(x[tile], dy[tile])
+            super()._gelu_backward(wide, slope, slope, tanh)
+            _round(slope, dx[tile])
 
     def _dropout(self, x: Array, y: Array, rate: float, draw: Draw) -> None:
+        if not _narrow(x):
+            super()._dropout(x, y, rate, draw)
+            return
         x, y = x.reshape(-1), y.reshape(-1)
-        size = TILE // 2
-        for tile in self._tiles(x.size, size):
-            (u,) = self._temps(tile.stop - tile.start, np.dtype(np.float32), 1)
-            random.uniform32(draw._replace(first=draw.first + tile.start), u)
-            keep = np.greater_equal(u, rate)
-            np.multiply(x[tile], 1.0 / (1.0 - rate), out=y[tile])
-            np.multiply(y[tile], keep, out=y[tile])
+        for tile in self._tiles(x.size):
+            (wide,) = self._widened(x[tile])
+            super()._dropout(wide, wide, rate, draw._replace(first=draw.first + tile.start))
+            _round(wide, y[tile])
 
     # --- layer norm
 
     def _layernorm(
         self, x: Array, weight: Array, bias: Array, y: Array, mean: Array, rstd: Array, eps: float
     ) -> None:
+        if not _narrow(x):
+            super()._layernorm(x, weight, bias, y, mean, rstd, eps)
+            return
         rows, width = x.shape
         for tile in self._tiles(rows, max(1, TILE // width)):
-            part, m, r, out = x[tile], mean[tile], rstd[tile], y[tile]
-            flat, flat2 = self._temps(part.size, x.dtype, 2)
-            t, squares = flat.reshape(part.shape), flat2.reshape(part.shape)
-            np.add.reduce(part, axis=1, out=m)
-            np.divide(m, width, out=m)
-            np.subtract(part, m[:, None], out=t)
-            np.multiply(t, t, out=squares)
-            np.add.reduce(squares, axis=1, out=r)
-            np.divide(r, width, out=r)
-            np.add(r, eps, out=r)
-            np.sqrt(r, out=r)
-            np.divide(1.0, r, out=r)
-            np.multiply(t, r[:, None], out=t)
-            np.multiply(t, weight, out=t)
-            np.add(t, bias, out=out)
+            wide, scale, shift = self._widened(x[tile], weight, bias)
+            super()._layernorm(wide, scale, shift, wide, mean[tile], rstd[tile], eps)
+            _round(wide, y[tile])
 
     def _layernorm_backward(
         self,
@@ -201,109 +169,119 @@ class NumpyOps(NumpyShardOps):
         add_weight: bool,
         add_bias: bool,
     ) -> None:
+        if not _narrow(x):
+            super()._layernorm_backward(x, weight, mean, rstd, dy, dx, dweight, dbias, add_weight, add_bias)
+            return
         rows, width = x.shape
-        if dweight is not None and not add_weight:
-            dweight.fill(0.0)
-        if dbias is not None and not add_bias:
-            dbias.fill(0.0)
-        for tile in self._tiles(rows, max(1, TILE // width)):
-            part, r, d = x[tile], rstd[tile][:, None], dy[tile]
-            flats = self._temps(part.size, x.dtype, 3)
-            xhat, g, t = (flat.reshape(part.shape) for flat in flats)
-            np.subtract(part, mean[tile][:, None], out=xhat)
-            np.multiply(xhat, r, out=xhat)
-            if dbias is not None:
-                np.add(dbias, np.add.reduce(d, axis=0), out=dbias)
-            if dweight is not None:
-                np.multiply(d, xhat, out=t)
-                np.add(dweight, np.add.reduce(t, axis=0), out=dweight)
-            # dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * weight
-            np.multiply(d, weight, out=g)
-            np.multiply(g, xhat, out=t)
-            along = np.add.reduce(t, axis=1, keepdims=True)
-            along /= width
-            np.multiply(xhat, along, out=xhat)
-            center = np.add.reduce(g, axis=1, keepdims=True)
-            center /= width
-            np.subtract(g, center, out=g)
-            np.subtract(g, xhat, out=g)
-            np.multiply(g, r, out=dx[tile])
+        step = max(1, TILE // width)
+        block = min(rows, step) * width
+        scale, weights, biases, *flats = self._wides(width, width, width, block, block)
+        np.copyto(scale, weight)
+        sums = ((weights, dweight, add_weight), (biases, dbias, add_bias))
+        for total, gradient, add in sums:
+            if gradient is not None and add:
+                np.copyto(total, gradient)
+            else:
+                total.fill(0.0)
+        dw, db = (None if gradient is None else total for total, gradient, _ in sums)
+        for tile in self._tiles(rows, step):
+            part = x[tile]
+            wide, slope = (flat[: part.size].reshape(part.shape) for flat in flats)
+            np.copyto(wide, part)
+            np.copyto(slope, dy[tile])
+            super()._layernorm_backward(wide, scale, mean[tile], rstd[tile], slope, slope, dw, db, True, True)
+            _round(slope, dx[tile])
+        for total, gradient, _ in sums:
+            if gradient is not None:
+                _round(total, gradient)
 
     # --- embedding
 
     def _embedding(self, table: Array, tokens: Array, out: Array) -> None:
-        _check_numbers("token", tokens, table.shape[0])
-        # mode="clip": with the default mode NumPy copies `out` aside.
-        np.take(table, tokens, axis=0, out=out, mode="clip")
+        if _narrow(table):
+            table, out = table.view(np.uint16), out.view(np.uint16)
+        super()._embedding(table, tokens, out)
 
     def _embedding_backward(self, tokens: Array, dy: Array, dtable: Array, add: bool) -> None:
-        _check_numbers("token", tokens, dtable.shape[0])
+        if not _narrow(dy):
+            super()._embedding_backward(tokens, dy, dtable, add)
+            return
+        check_numbers("token", tokens, dtable.shape[0])
         if not add:
             dtable.fill(0.0)
-        for rows in self._tiles(tokens.size, 1024):
-            for row, token in zip(dy[rows], tokens[rows].tolist(), strict=True):
-                target = dtable[token]
-                np.add(target, row, out=target)
+        if _narrow(dtable):
+            for part in self._tiles(tokens.size, _MANY):
+                self._add_rows(tokens[part], dy[part], dtable)
+            return
+        for rows in self._tiles(tokens.size, max(1, TILE // max(1, dy.shape[1]))):
+            (wide,) = self._widened(dy[rows])
+            super()._embedding_backward(tokens[rows], wide, dtable, True)
+
+    def _add_rows(self, tokens: Array, dy: Array, dtable: Array) -> None:
+        """Add in order of position to one row of dtable after another, so that each is rounded once."""
+        width, count = dy.shape[1], tokens.size
+        places, total, row = self._wides(2 * count, width, width)
+        keys = places.view(np.int64)  # token and position in one number: sorted by token, then by position
+        np.left_shift(tokens, 32, out=keys)
+        for part in self._tiles(count):
+            np.add(keys[part], np.arange(part.start, part.stop), out=keys[part])
+        keys.sort()
+        last = -1
+        for part in self._tiles(count, 1024):
+            for key in keys[part].tolist():
+                token, position = key >> 32, key & 0xFFFFFFFF
+                if token != last:
+                    if last >= 0:
+                        _round(total, dtable[last])
+                    np.copyto(total, dtable[token])
+                    last = token
+                np.copyto(row, dy[position])
+                np.add(total, row, out=total)
+        if last >= 0:
+            _round(total, dtable[last])
 
     # --- attention
 
     def _causal_softmax(self, scores_: Array, lse: Array, first_row: int, scale: float, replay: bool) -> None:
-        rows = scores_.shape[1]
-        hidden = self._masks.get(rows)
-        if hidden is None:
-            hidden = self._masks[rows] = np.triu(np.ones((rows, rows), dtype=bool), 1)
-        np.multiply(scores_, scale, out=scores_)
-        np.copyto(scores_[:, :, first_row:], -np.inf, where=hidden)
-        if not replay:
-            np.maximum.reduce(scores_, axis=-1, out=lse)
-        np.subtract(scores_, lse[:, :, None], out=scores_)
-        np.exp(scores_, out=scores_)
-        if not replay:
-            total = np.add.reduce(scores_, axis=-1)
-            np.divide(scores_, total[:, :, None], out=scores_)
-            np.log(total, out=total)
-            np.add(lse, total, out=lse)
+        if not _narrow(scores_):
+            super()._causal_softmax(scores_, lse, first_row, scale, replay)
+            return
+        heads, rows, keys = scores_.shape
+        limit = BLOCK // 2
+        several = max(1, min(rows, limit // max(1, keys)))
+        for part in self._tiles(rows, several):
+            seen = first_row + part.stop
+            for some in self._tiles(heads, max(1, limit // max(1, several * keys))):
+                block, log = scores_[some, part, :seen], lse[some, part]
+                if not replay:
+                    # For lse alone: the probabilities are made from it, here as in a replay, so they are the same.
+                    (wide,) = self._widened(block)
+                    super()._causal_softmax(wide, log, first_row + part.start, scale, False)
+                (wide,) = self._widened(block)
+                super()._causal_softmax(wide, log, first_row + part.start, scale, True)
+                _round(wide, block)
+            scores_[:, part, seen:].fill(0.0)
 
     def _softmax_backward(self, p: Array, dp_: Array, delta: Array, scale: float) -> None:
-        np.subtract(dp_, delta[:, :, None], out=dp_)
-        np.multiply(dp_, p, out=dp_)
-        np.multiply(dp_, scale, out=dp_)
+        if not _narrow(p):
+            super()._softmax_backward(p, dp_, delta, scale)
+            return
+        for here in pieces(p.shape, 4 * TILE):
+            target = _part(dp_, here)
+            wide, slope = self._widened(_part(p, here), target)
+            np.subtract(slope, _part(delta, here[:2])[..., None], out=slope)
+            np.multiply(slope, wide, out=slope)
+            np.multiply(slope, scale, out=slope)
+            _round(slope, target)
 
     # --- loss
 
     def _cross_entropy(self, logits_: Array, targets: Array, losses: Array, scale: float, gradient: bool) -> None:
-        for rows in self._tiles(targets.size, 2048):
-            z, target = logits_[rows], targets[rows]
-            ignored = target == IGNORE
-            index = np.where(ignored, 0, target)
-            _check_numbers("target", index, z.shape[1], f", or {IGNORE} where there is none")
-            row = np.arange(index.size)
-            top = np.maximum.reduce(z, axis=1)
-            np.subtract(z, top[:, None], out=z)
-            chosen = z[row, index]
-            np.exp(z, out=z)
-            total = np.add.reduce(z, axis=1)
-            losses[rows] = np.where(ignored, 0.0, np.log(total) - chosen)
+        if not _narrow(logits_):
+            super()._cross_entropy(logits_, targets, losses, scale, gradient)
+            return
+        for rows in self._tiles(targets.size, min(2048, max(1, BLOCK // logits_.shape[1]))):
+            (wide,) = self._widened(logits_[rows])
+            super()._cross_entropy(wide, targets[rows], losses[rows], scale, gradient)
             if gradient:
-                factor = np.where(ignored, 0.0, scale).astype(z.dtype)
-                np.multiply(z, (factor / total)[:, None], out=z)
-                z[row, index] -= factor
-
-    def _sum64(self, x: Array, out: Array) -> None:
-        total = 0.0
-        for tile in self._tiles(x.size):
-            (wide,) = self._temps(tile.stop - tile.start, np.dtype(np.float64), 1)
-            np.copyto(wide, x[tile])
-            total += float(np.add.reduce(wide))
-        out[0] = total
-
-
-def _check_numbers(name: str, numbers: Array, count: int, besides: str = "") -> None:
-    """Refuse what is no index of ``count`` rows: NumPy would count negative ones from the end."""
-    if numbers.size:
-        for number in (int(numbers.min()), int(numbers.max())):
-            if not 0 <= number < count:
-                raise DataError(
-                    f"the data hold the {name} {number}; the model takes 0 to {count - 1}{besides}; "
-                    "mend the data, or make a model for them"
-                )
+                _round(wide, logits_[rows])

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpishard.array import random
+from mpishard.array.backend import AdamWStep, Draw
 from mpishard.array.constants import CHUNK
 from mpishard.array.dtypes import Array
+from mpishard.array.exact import add_to_words
 from mpishard.array.numpy_tiles import TILE, NumpyTiles
-from mpishard.array.ops import AdamWStep, Draw
 
 __all__ = ["NumpyShardOps"]
 
@@ -52,7 +53,12 @@ class NumpyShardOps(NumpyTiles):
             np.multiply(wide, wide, out=wide)
             np.add.reduce(wide.reshape(-1, CHUNK), axis=1, out=out[tile.start // CHUNK : tile.stop // CHUNK])
 
-    def _adamw(self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: AdamWStep) -> None:
+    def _exact_sum(self, values: Array, out: Array) -> None:
+        add_to_words(values, out)
+
+    def _adamw(
+        self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, cast: Array | None, step: AdamWStep
+    ) -> None:
         rate = step.lr / step.correction1
         root = 1.0 / math.sqrt(step.correction2)
         for start, stop, decay in step.segments:
@@ -76,6 +82,8 @@ class NumpyShardOps(NumpyTiles):
                 if decay:
                     np.multiply(p, 1.0 - step.lr * decay, out=p)
                 np.subtract(p, t, out=p)
+                if cast is not None:
+                    np.copyto(cast[tile], p, casting="same_kind")
 
     def _normal(self, out: Array, draw: Draw, std: float) -> None:
         first, last = draw.first, draw.first + out.size

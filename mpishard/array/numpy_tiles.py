@@ -4,10 +4,15 @@
 Elementwise work goes through its arrays in tiles that stay in the cache, with temporaries in this object's
 own scratch. So nothing large is allocated, and a long chain of NumPy calls costs memory traffic once.
 Tile borders depend on shapes alone, never on the number of ranks.
+
+[Note: sixteen bits]
+Arrays of bfloat16 and float16 are read in blocks into float32, computed on there, and rounded once to the type of
+the output. The blocks lie in a second scratch, taken by ``prepare`` or by the first operation on such an array.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,10 +21,12 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ShapeError
 
-__all__ = ["SCRATCH", "TILE", "NumpyTiles", "aligned"]
+__all__ = ["BLOCK", "SCRATCH", "TILE", "WIDE", "NumpyTiles", "aligned", "pieces"]
 
 TILE = 16384  # elements
 SCRATCH = 1 << 20  # bytes: six tiles of float64
+WIDE = 1 << 22  # bytes of a backend's scratch for blocks of 16-bit arrays: four matrices of BLOCK elements in float32
+BLOCK = WIDE // 16  # elements
 
 
 def aligned(count: int, dtype: DType) -> Array:
@@ -31,6 +38,21 @@ def aligned(count: int, dtype: DType) -> Array:
     return view
 
 
+def pieces(shape: tuple[int, ...], limit: int = TILE) -> Iterator[tuple[int | slice, ...]]:
+    """Cut an array into parts of at most ``limit`` elements; yield an index of its leading axes for each."""
+    inner = math.prod(shape[1:])
+    if not shape or shape[0] * inner <= limit:
+        yield ()
+    elif inner <= limit:
+        step = limit // inner
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])),)
+    else:
+        for i in range(shape[0]):
+            for rest in pieces(shape[1:], limit):
+                yield (i, *rest)
+
+
 class NumpyTiles(Ops):
     """Scratch for one thread: it is overwritten by the next operation."""
 
@@ -38,8 +60,15 @@ class NumpyTiles(Ops):
 
     def __init__(self) -> None:
         self._scratch = aligned(SCRATCH, np.dtype(np.uint8))
+        self._wide = aligned(0, np.dtype(np.float32))
         self._temporaries: dict[tuple[int, DType, int], list[Array]] = {}
         self._masks: dict[int, Array] = {}
+
+    def prepare(self, kind: DType) -> None:
+        """Take the second scratch where ``kind`` has 16 bits; ``own_bytes`` grows by WIDE then."""
+        if kind.itemsize == 2 and kind.kind not in "iu" and not self._wide.size:
+            self._wide = aligned(WIDE // 4, np.dtype(np.float32))
+            self.own_bytes = SCRATCH + WIDE
 
     def empty(self, count: int, dtype: DType) -> Array:
         """Return an uninitialised 1-D array that starts at a multiple of 64 bytes."""
@@ -57,6 +86,18 @@ class NumpyTiles(Ops):
                 self._scratch[i * stride : i * stride + size * dtype.itemsize].view(dtype) for i in range(number)
             ]
             self._temporaries[key] = found
+        return found
+
+    def _wides(self, *sizes: int) -> list[Array]:
+        """Views of the second scratch: float32 arrays of these sizes, overwritten by the next operation."""
+        if not self._wide.size:
+            self.prepare(np.dtype(np.float16))
+        found, start = [], 0
+        for size in sizes:
+            found.append(self._wide[start : start + size])
+            start += -(-size // 16) * 16
+        if start > self._wide.size:
+            raise ShapeError(f"a row of {max(sizes)} elements is longer than the CPU backend's tiles allow")
         return found
 
     @staticmethod

@@ -13,45 +13,15 @@ Shape legend: N rows (tokens), C features, B sequences, T positions, H heads, R 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from mpishard.array.constants import CHUNK
-from mpishard.array.dtypes import Array, DType
+from mpishard.array.backend import AdamWStep, Backend, Draw
+from mpishard.array.constants import CHUNK, EXACT_WORDS
+from mpishard.array.dtypes import Array
 from mpishard.errors import ShapeError
 
 __all__ = ["AdamWStep", "Draw", "Ops"]
-
-
-class Draw(NamedTuple):
-    """Where random numbers stand: element ``first + i`` of the stream (seed, stream, step) goes to element i.
-
-    ``stream`` names what is drawn (a parameter, a dropout layer), ``first`` is a *global* element index, so
-    no draw depends on the number of ranks.
-    """
-
-    seed: int
-    stream: int
-    step: int
-    first: int
-
-
-class AdamWStep(NamedTuple):
-    """Scalars of one AdamW update (Loshchilov & Hutter 2019, algorithm 2, with decoupled decay ``lr * decay``).
-
-    ``factor`` turns the summed gradient into the clipped mean gradient. ``correction1`` and ``correction2``
-    are ``1 - beta ** t``. ``segments`` are (start, stop, decay) ranges of the flat arrays that hold elements.
-    """
-
-    factor: float
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    correction1: float
-    correction2: float
-    segments: tuple[tuple[int, int, float], ...]
 
 
 def _misfit(operation: str, expected: str, **arrays: Array | None) -> NoReturn:
@@ -65,25 +35,18 @@ def _contiguous(*arrays: Array) -> bool:
     return all(array.flags.c_contiguous for array in arrays)
 
 
-class Ops(ABC):
+class Ops(Backend):
     """One backend's operations. See the module's notes."""
-
-    #: bytes of scratch that the backend holds for itself
-    own_bytes: int = 0
 
     @property
     def room(self) -> int:
         """Bytes that :meth:`empty` could give in all, as far as the backend knows."""
         return 1 << 62
 
-    def _note(self, operation: str, flops: float, nbytes: float) -> None:  # noqa: B027
+    def _note(self, operation: str, flops: float, nbytes: float) -> None:
         """Record a cost; backends that compute do not."""
 
     # --- memory
-
-    @abstractmethod
-    def empty(self, count: int, dtype: DType) -> Array:
-        """Return an uninitialised 1-D array that starts at a multiple of 64 bytes."""
 
     def copy(self, x: Array, out: Array) -> None:
         """``out = x``, cast to out's type; shapes equal."""
@@ -287,12 +250,30 @@ class Ops(ABC):
         self._note("square_sums", 2.0 * x.size, x.nbytes + out.nbytes)
         self._square_sums(x, holes, out)
 
-    def adamw(self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: AdamWStep) -> None:
-        """One AdamW update of flat arrays of one size, in place; elements outside the segments stay."""
+    def adamw(
+        self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: AdamWStep, cast: Array | None = None
+    ) -> None:
+        """One AdamW update of flat arrays of one size, in place; elements outside the segments stay.
+
+        ``cast`` is the parameters' copy in a narrower type, written along with them.
+        """
         if param.ndim != 1 or not param.shape == grad.shape == exp_avg.shape == exp_avg_sq.shape:
             _misfit("adamw", "1-D arrays of one size", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-        self._note("adamw", 14.0 * param.size, 7 * param.nbytes)
-        self._adamw(param, grad, exp_avg, exp_avg_sq, step)
+        if cast is not None and cast.shape != param.shape:
+            _misfit("adamw", "1-D arrays of one size", param=param, cast=cast)
+        self._note("adamw", 14.0 * param.size, 7 * param.nbytes + (cast.nbytes if cast is not None else 0))
+        self._adamw(param, grad, exp_avg, exp_avg_sq, cast, step)
+
+    def exact_sum(self, values: Array, out: Array) -> None:
+        """Add values (n,) float64 to out (EXACT_WORDS,) int64 without rounding; :mod:`mpishard.shard.exact` reads it.
+
+        Words 0 to 19 are 32-bit limbs of a sum in units of 2**-298, each a signed number that need not have been
+        carried; word 20 counts values that are not finite, or 2**300 and more (Kulisch 1986, long accumulators).
+        """
+        if values.ndim != 1 or out.shape != (EXACT_WORDS,):
+            _misfit("exact_sum", f"values (n,), out ({EXACT_WORDS},)", values=values, out=out)
+        self._note("exact_sum", 2.0 * values.size, values.nbytes + out.nbytes)
+        self._exact_sum(values, out)
 
     def normal(self, out: Array, draw: Draw, std: float) -> None:
         """Fill out (count,) with N(0, std**2) numbers of the stream (Box & Muller 1958), cast to out's type."""
@@ -306,66 +287,3 @@ class Ops(ABC):
         if x.ndim != 1:
             _misfit("fingerprint", "x (count,)", x=x)
         return self._fingerprint(x, draw)
-
-    # --- what a backend implements, signatures as above
-
-    @abstractmethod
-    def _copy(self, x: Array, out: Array) -> None: ...
-    @abstractmethod
-    def _fill(self, out: Array, value: float) -> None: ...
-    @abstractmethod
-    def _matmul(self, a: Array, b: Array, out: Array, add: bool) -> None: ...
-    @abstractmethod
-    def _column_sum(self, x: Array, out: Array, add: bool) -> None: ...
-    @abstractmethod
-    def _row_dot(self, x: Array, y: Array, out: Array) -> None: ...
-    @abstractmethod
-    def _add(self, x: Array, y: Array, out: Array) -> None: ...
-    @abstractmethod
-    def _multiply(self, x: Array, y: Array, out: Array, add: bool) -> None: ...
-    @abstractmethod
-    def _gelu(self, x: Array, y: Array, tanh: bool) -> None: ...
-    @abstractmethod
-    def _gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool) -> None: ...
-    @abstractmethod
-    def _dropout(self, x: Array, y: Array, rate: float, draw: Draw) -> None: ...
-    @abstractmethod
-    def _layernorm(
-        self, x: Array, weight: Array, bias: Array, y: Array, mean: Array, rstd: Array, eps: float
-    ) -> None: ...
-    @abstractmethod
-    def _layernorm_backward(
-        self,
-        x: Array,
-        weight: Array,
-        mean: Array,
-        rstd: Array,
-        dy: Array,
-        dx: Array,
-        dweight: Array | None,
-        dbias: Array | None,
-        add_weight: bool,
-        add_bias: bool,
-    ) -> None: ...
-    @abstractmethod
-    def _embedding(self, table: Array, tokens: Array, out: Array) -> None: ...
-    @abstractmethod
-    def _embedding_backward(self, tokens: Array, dy: Array, dtable: Array, add: bool) -> None: ...
-    @abstractmethod
-    def _causal_softmax(self, scores_: Array, lse: Array, first_row: int, scale: float, replay: bool) -> None: ...
-    @abstractmethod
-    def _softmax_backward(self, p: Array, dp_: Array, delta: Array, scale: float) -> None: ...
-    @abstractmethod
-    def _cross_entropy(self, logits_: Array, targets: Array, losses: Array, scale: float, gradient: bool) -> None: ...
-    @abstractmethod
-    def _sum64(self, x: Array, out: Array) -> None: ...
-    @abstractmethod
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None: ...
-    @abstractmethod
-    def _square_sums(self, x: Array, holes: Sequence[tuple[int, int]], out: Array) -> None: ...
-    @abstractmethod
-    def _adamw(self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, step: AdamWStep) -> None: ...
-    @abstractmethod
-    def _normal(self, out: Array, draw: Draw, std: float) -> None: ...
-    @abstractmethod
-    def _fingerprint(self, x: Array, draw: Draw) -> int: ...

@@ -52,12 +52,13 @@ def from_rank_zero(comm: Communicator, read: Callable[[], bytes]) -> bytes:
     found = by_rank_zero(comm, read)
     sizes = comm.exchange(len(found or b"").to_bytes(8, "little"), "the size of what rank 0 has read")
     size = int.from_bytes(sizes[0], "little")
+    if not size:
+        return b""
     array = comm.ops.empty(size, np.dtype(np.uint8))
     if found:
-        array[...] = np.frombuffer(found, np.uint8)
-    if size:
-        comm.broadcast(array)
-    return array.tobytes()
+        comm.ops.upload(np.frombuffer(found, np.uint8), array)
+    comm.broadcast(array)
+    return comm.ops.fetch(array).tobytes()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from mpishard.checkpoint.directory import manifest_bytes, manifest_of
 from mpishard.checkpoint.files import open_regular
 from mpishard.checkpoint.header import LENGTH_BYTES, Header, header_length, parse_header
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.ranges import read_into
+from mpishard.checkpoint.ranges import parts, read_into
 from mpishard.checkpoint.tensors import (
     FORMAT_TYPES,
     arrays_of,
@@ -24,6 +24,7 @@ from mpishard.checkpoint.tensors import (
 )
 from mpishard.errors import CheckpointError
 from mpishard.shard.engine import Engine
+from mpishard.shard.state import refresh
 
 __all__ = ["check_sums", "load", "shared_header"]
 
@@ -99,15 +100,19 @@ def _check_header(file: Path, header: Header, manifest: Manifest) -> None:
 
 
 def _read(engine: Engine, path: Path, headers: Mapping[str, Header], arrays: Mapping[str, str]) -> None:
-    """Read what this rank holds straight into its arrays."""
+    """Read what this rank holds, straight into its arrays where they are host memory."""
     for name, array in arrays.items():
         file = path / f"{name}.safetensors"
         with system_errors(file, engine.comm.rank, writing=False), open_regular(file) as opened:
             for part in engine.state.values():
                 for piece in part.pieces:
                     entry = headers[name].entries[public_name(engine.model, part.unit, piece.slot.name)]
-                    out = part.arrays[array][piece.offset : piece.end]
-                    read_into(opened.fileno(), out, entry.at(piece.start), file)
+                    whole = part.arrays[array][piece.offset : piece.end]
+                    for out, start in parts(whole):
+                        host = engine.ops.host_like(out)
+                        read_into(opened.fileno(), host, entry.at(piece.start + start), file)
+                        engine.ops.upload(host, out)
+    refresh(engine.state, engine.ops)
 
 
 def check_sums(path: Path, manifest: Manifest, found: Mapping[str, Mapping[str, int]]) -> None:

@@ -14,12 +14,20 @@ import numpy as np
 from mpishard.array.dtypes import Array, DType
 from mpishard.errors import CheckpointError
 
-__all__ = ["read_converted", "read_into", "write_from"]
+__all__ = ["parts", "read_converted", "read_into", "write_from"]
 
 #: The system moves at most 2 GiB less a page in one call, and may move less.
 _MOST = 1 << 30
 #: elements converted at a time
 _CHUNK = 1 << 16
+#: elements that pass through host memory at a time
+_PART = 1 << 24
+
+
+def parts(values: Array) -> Iterator[tuple[Array, int]]:
+    """Yield an array (count,) in parts that host memory can hold, each with the number of its first element."""
+    for start in range(0, values.size, _PART):
+        yield values[start : start + _PART], start
 
 
 def write_from(file: int, values: Array, offset: int) -> None:

@@ -24,12 +24,13 @@ from typing import Any
 
 import mpishard
 from mpishard.array.dtypes import Array
+from mpishard.array.ops import Ops
 from mpishard.checkpoint.agree import agreed, by_rank_zero, from_rank_zero, system_errors
 from mpishard.checkpoint.directory import MANIFEST, step_of
 from mpishard.checkpoint.files import check_name
 from mpishard.checkpoint.header import Header, make_header
 from mpishard.checkpoint.manifest import Manifest, Tensor, digest_of
-from mpishard.checkpoint.ranges import write_from
+from mpishard.checkpoint.ranges import parts, write_from
 from mpishard.checkpoint.tensors import FORMAT_TYPES, arrays_of, checksums, public_name, shapes_of, type_of
 from mpishard.errors import CheckpointError
 from mpishard.shard.engine import Engine
@@ -71,7 +72,7 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
     folder = path.with_name(f"{_hidden(path, 'new')}{token}")
     try:
         small = by_rank_zero(comm, lambda: _prepare(path, folder, capture, contents)) or {}
-        agreed(comm, lambda: _write(folder, capture, comm.rank))
+        agreed(comm, lambda: _write(folder, capture, comm.rank, engine.ops))
         by_rank_zero(comm, lambda: _commit(path, folder, small))
     except CheckpointError:  # on all ranks; none goes on while the directory is there
         by_rank_zero(comm, lambda: _remove(folder))
@@ -170,14 +171,15 @@ def _hidden(path: Path, kind: str) -> str:
     return f".{path.name}.{kind}-"
 
 
-def _write(folder: Path, capture: _Capture, rank: int) -> None:
+def _write(folder: Path, capture: _Capture, rank: int, ops: Ops) -> None:
     """Write this rank's ranges and put them on the disk."""
     for name in capture.heads:
         path = folder / name
         with system_errors(path, rank, writing=True), _opened(path, os.O_WRONLY) as file:
             for target, offset, values in capture.ranges:
                 if target == name:
-                    write_from(file, values, offset)
+                    for part, start in parts(values):
+                        write_from(file, ops.fetch(part), offset + start * values.itemsize)
             os.fsync(file)
 
 

@@ -15,12 +15,13 @@ from mpishard.checkpoint.files import check_name, open_regular
 from mpishard.checkpoint.header import Entry
 from mpishard.checkpoint.loading import check_sums, shared_header
 from mpishard.checkpoint.manifest import Manifest
-from mpishard.checkpoint.ranges import read_converted, read_into
+from mpishard.checkpoint.ranges import parts, read_converted, read_into
 from mpishard.checkpoint.strict_json import shown
 from mpishard.checkpoint.tensors import check_tensors, checksums, listed, public_name, shapes_of, type_of
 from mpishard.errors import CheckpointError
 from mpishard.nn.model import Model
 from mpishard.shard.engine import Engine
+from mpishard.shard.state import refresh
 
 __all__ = ["find_weights", "load_weights"]
 
@@ -133,14 +134,17 @@ def _read(engine: Engine, file: Path, source: _Source) -> None:
             for piece in part.pieces:
                 name = public_name(engine.model, part.unit, piece.slot.name)
                 entry = source.entries[name]
-                out = part.arrays["param"][piece.offset : piece.end]
-                for values in read_converted(number, entry.dtype, entry.at(piece.start), file, out):
-                    if not np.isfinite(values).all():
-                        raise CheckpointError(f"{file}: {entry.name} holds NaN or infinity; take other weights")
+                for out, start in parts(part.arrays["param"][piece.offset : piece.end]):
+                    host = engine.ops.host_like(out)
+                    for values in read_converted(number, entry.dtype, entry.at(piece.start + start), file, host):
+                        if not np.isfinite(values).all():
+                            raise CheckpointError(f"{file}: {entry.name} holds NaN or infinity; take other weights")
+                    engine.ops.upload(host, out)
                 for copy in source.ties.get(name, ()):
                     places = (entry.at(piece.start), copy.at(piece.start))
                     if not _equal(number, places, (piece.stop - piece.start) * entry.width, file):
                         raise CheckpointError(_untied(str(file), copy, entry))
+    refresh(engine.state, engine.ops)
 
 
 def _equal(number: int, places: tuple[int, int], size: int, file: Path) -> bool:

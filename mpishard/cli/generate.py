@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from mpishard.cli.options import device_option
 from mpishard.errors import ConfigError
 
 __all__ = ["generate"]
@@ -36,6 +37,7 @@ __all__ = ["generate"]
     "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Draw among the k most likely; 0 = all."
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Selects what is drawn.")
+@device_option
 def generate(
     source: Path,
     prompt: str | None,
@@ -44,6 +46,7 @@ def generate(
     temperature: float,
     top_k: int,
     seed: int,
+    device: str | None,
 ) -> int:
     """Generate text from a checkpoint.
 
@@ -60,7 +63,7 @@ def generate(
     from mpishard.train.generate import Request
     from mpishard.train.generate import generate as run
 
-    comm = start("auto")
+    comm = start("auto", device or "auto")
     printer = _Printer(prompt) if comm.rank == 0 else None
     with ending_all(comm):
         run(

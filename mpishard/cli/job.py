@@ -7,25 +7,41 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpishard.array.ops import Ops
     from mpishard.comm.base import Communicator
+    from mpishard.errors import ConfigError
 
 __all__ = ["ending_all", "start"]
 
 
-def start(transport: str) -> Communicator:
+def start(
+    transport: str, device: str, *, share: bool = False, tf32: bool = False, problem: ConfigError | None = None
+) -> Communicator:
     """Return the communicator of this job, whose uncaught exceptions end all ranks.
 
+    Args:
+        transport: as in :func:`mpishard.comm.launch.world`.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        share: let ranks share a GPU.
+        tf32: let a GPU round the factors of fp32 matrix products to TF32.
+        problem: what this rank cannot start with; it is then raised on all of them.
+
     Raises:
-        ConfigError: MPI cannot be used as asked, or something that a rank needs cannot be imported.
+        ConfigError: MPI or the device cannot be used as asked, or something that a rank needs cannot be imported.
     """
-    from mpishard.array.numpy_ops import NumpyOps
+    from mpishard.array.device import operations
     from mpishard.comm.launch import abort_world, install_abort_hook, leave_together, world
     from mpishard.launched import environment_size
 
-    # Until ranks have compared their settings, how they meet must not depend on one rank's.
+    def make_ops(local_rank: int | None) -> Ops:
+        if problem is not None:
+            raise problem
+        return operations(device, local_rank, tf32=tf32)
+
+    # Until ranks have compared their settings, one rank's must not keep it from meeting the others.
     several = (environment_size() or 1) > 1
     try:
-        comm = world(NumpyOps(), transport="auto" if several else transport)
+        comm = world(make_ops, "auto" if several and transport == "local" else transport, share_device=share)
     except KeyboardInterrupt:
         abort_world("mpishard: interrupted; ending all ranks", 1)
         raise

@@ -8,9 +8,16 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ConfiguredCommand", "setting_rows", "settings_options"]
+__all__ = ["ConfiguredCommand", "device_option", "setting_rows", "settings_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+#: ``--device``: where the arrays are
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where to compute; auto is cuda where CuPy finds a GPU.",
+)
 
 
 def settings_options(command: _Command) -> _Command:

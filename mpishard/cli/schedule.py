@@ -13,6 +13,7 @@ from mpishard.cli.options import ConfiguredCommand, settings_options
 if TYPE_CHECKING:
     from mpishard.nn.model import Model
     from mpishard.shard.instructions import Instruction
+    from mpishard.shard.precision import Precision
     from mpishard.train.sections import Config
 
 __all__ = ["KINDS", "described", "schedule"]
@@ -58,10 +59,12 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
     """
     from mpishard.shard.engine import outline_of
     from mpishard.shard.instructions import Evaluate, Predict
+    from mpishard.shard.precision import precision
     from mpishard.shard.schedule import Settings, build_forward, build_step
     from mpishard.shard.text import legend, lines
     from mpishard.train.config import check_ranks
     from mpishard.train.model import build_model
+    from mpishard.train.sections import DTYPES
 
     check_ranks(config, ranks)
     shard, batch = config.shard, config.train
@@ -74,16 +77,18 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
     else:
         listed = build_forward(outline, settings, Evaluate if kind == "evaluate" else Predict)
     share = f"{_many(micros, 'micro-batch', 'es')} of {_many(batch.micro_batch, 'sequence')} a rank"
+    types = precision(DTYPES[config.precision.compute])
     text = [
         f"{kind}: {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}, "
-        f"{_many(ranks, 'rank')}, {share if kind != 'predict' else 'the same sequence on every rank'}",
-        *_units(model, ranks),
+        f"{config.precision.compute}, {_many(ranks, 'rank')}, "
+        f"{share if kind != 'predict' else 'the same sequence on every rank'}",
+        *_units(model, ranks, types),
         "",
         *lines(listed, every=every),
         "",
         *(f"{name:10} {meaning}" for name, meaning in legend(listed)),
         "",
-        *_sums(listed, model, ranks),
+        *_sums(listed, model, ranks, types),
     ]
     text.append("before the list, one record from every rank: that it begins this one too")
     if kind == "evaluate":
@@ -91,8 +96,8 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
     return text
 
 
-def _units(model: Model, ranks: int) -> list[str]:
-    """Say how large the units are; neighbours of one size share a line."""
+def _units(model: Model, ranks: int, types: Precision) -> list[str]:
+    """Say how large the units are when they are gathered, and a rank's shard; neighbours of one size share a line."""
     from mpishard.shard.layout import layout
     from mpishard.train.display import size
 
@@ -106,13 +111,13 @@ def _units(model: Model, ranks: int) -> list[str]:
         each = " each" if alike > 1 else ""
         text.append(
             f"{'unit' if alike == 1 else 'units'} {names}: {count:,} parameters{each}, "
-            f"{size(4 * flat.total)} whole, {size(4 * flat.shard)} a shard"
+            f"{size(types.kind.itemsize * flat.total)} whole, {size(types.wide.itemsize * flat.shard)} a shard"
         )
         del units[:alike]
     return text
 
 
-def _sums(listed: Sequence[Instruction], model: Model, ranks: int) -> list[str]:
+def _sums(listed: Sequence[Instruction], model: Model, ranks: int, types: Precision) -> list[str]:
     """Say what the list sends, and what it gathers at most."""
     from mpishard.comm.frames import FRAME_BYTES
     from mpishard.shard.instructions import Agree, Gather, Reduce, Replicate
@@ -120,9 +125,13 @@ def _sums(listed: Sequence[Instruction], model: Model, ranks: int) -> list[str]:
     from mpishard.shard.text import most_gathered, sent
     from mpishard.train.display import size
 
-    sizes = {unit.name: 4 * layout(unit.specs, ranks).total for unit in model.units}
+    elements = {unit.name: layout(unit.specs, ranks).total for unit in model.units}
+    sizes = {unit: types.kind.itemsize * count for unit, count in elements.items()}
+    wide = {unit: types.wide.itemsize * count for unit, count in elements.items()}
     names = {Gather: "all-gather", Reduce: "reduce-scatter", Replicate: "all-gather of gradients", Agree: "record"}
+    # What has been reduced is gathered in the type in which it is kept.
     found = sent(listed, sizes, ranks, FRAME_BYTES)
+    found |= {kind: each for kind, each in sent(listed, wide, ranks, FRAME_BYTES).items() if kind is Replicate}
     text = [
         f"a rank sends {size(each.bytes)} ({each.bytes:,} bytes) in {_many(each.calls, names[kind])}"
         for kind, each in found.items()

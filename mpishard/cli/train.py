@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from mpishard.cli.options import ConfiguredCommand, settings_options
+from mpishard.cli.options import ConfiguredCommand, device_option, settings_options
 from mpishard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _RECORD = 4096
     metavar="DIR",
     help="Where the run writes; by default runs/NAME-DATE-TIME, NAME that of the file or the preset.",
 )
+@device_option
 @click.option("--print-config", is_flag=True, help="Print every setting as TOML and leave.")
 def train(
     config_file: Path | None,
@@ -51,6 +52,7 @@ def train(
     init_from: str | None,
     resume: Path | None,
     run_dir: Path | None,
+    device: str | None,
     print_config: bool,
 ) -> int:
     """Train a GPT.
@@ -66,6 +68,8 @@ def train(
     from mpishard.train.config import dump_toml
 
     loaded: Ask | ConfigError
+    if device is not None:
+        overrides = [*overrides, f"device.kind={device}"]
     try:
         loaded = _load(config_file, preset, overrides, init_from, resume)
     except ConfigError as error:
@@ -110,20 +114,17 @@ def _load(
 def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Callable[[], str]) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.cli.job import ending_all, start
-    from mpishard.comm.together import same_on_all_ranks, together
+    from mpishard.comm.together import same_on_all_ranks
     from mpishard.train.config import check_ranks
     from mpishard.train.start import run
 
-    comm = start("auto" if isinstance(loaded, ConfigError) else loaded.config.comm.transport)
-
-    def settings() -> Ask:
+    if isinstance(loaded, ConfigError):
         # A file may be there for one rank and not for another: what one cannot read, none starts with.
-        if isinstance(loaded, ConfigError):
-            raise loaded
-        return loaded
-
+        start("auto", "cpu", problem=loaded)
+        raise loaded
+    config, resumed = loaded
+    comm = start(config.comm.transport, config.device.kind, share=config.device.share, tf32=config.precision.tf32)
     with ending_all(comm):
-        config, resumed = together(comm, settings)
         same_on_all_ranks(comm, settings_text(config, resumed))
         if config.comm.transport == "local" and comm.size > 1:
             raise ConfigError(

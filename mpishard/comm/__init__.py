@@ -3,6 +3,7 @@
 Which transport a program runs on is decided once, by :func:`world`::
 
     comm = world(ops)                   # MPI under mpiexec or srun, one rank otherwise
+    comm = world(make_ops)              # the same on GPUs: make_ops(local rank) chooses one before MPI starts
     results = run_threads(4, main)      # four ranks as threads of this process, for tests
 """
 

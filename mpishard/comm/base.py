@@ -14,6 +14,11 @@ gives these bits. Nothing here hands a sum to the MPI library.
 
 [Note: everybody's failure]
 Binding is validated on every rank and agreed by all: a mistake of one rank raises on all of them, naming it.
+
+[Note: arrays on a device]
+A transport works on the memory that its ``ops`` compute in, and takes no other. On a device the three moments hold
+for ``ops.stream``: after ``wait()`` what is queued on it finds the result, and the host may be further on. Who reads
+a result on the host fetches it (``ops.fetch``), which waits for the stream.
 """
 
 from __future__ import annotations
@@ -28,9 +33,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.array.dtypes import Array, DType, accumulator, name_of
+from mpishard.array.dtypes import Array, DType, accumulator, address, name_of, overlap
 from mpishard.array.ops import Ops
 from mpishard.comm.frames import FRAME_BYTES, INLINE, beginnings, frame
+from mpishard.comm.work import Collective, Tally, Work
 from mpishard.errors import CommError, ConfigError
 
 __all__ = ["Collective", "Communicator", "Node", "Tally", "Work"]
@@ -46,83 +52,6 @@ class Node:
     count: int
 
 
-@dataclass
-class Tally:
-    """What one kind of collective has cost this rank so far."""
-
-    calls: int = 0
-    #: bytes this rank sent to others
-    bytes: int = 0
-    #: seconds from start to arrival, summed over calls (calls in flight together count each)
-    busy: float = 0.0
-    #: seconds in which computation stood still for it
-    waited: float = 0.0
-
-
-class Work(ABC):
-    """One started collective."""
-
-    def __init__(self, tally: Tally) -> None:
-        self._tally = tally
-        self._started = time.perf_counter()
-        self._arrived = False
-
-    @abstractmethod
-    def _complete(self) -> float | None:
-        """Block until the result is in ``out``; return when it arrived (perf_counter) where that is known."""
-
-    @abstractmethod
-    def _inputs_free(self) -> None:
-        """Block until no peer reads this rank's input."""
-
-    def wait(self) -> None:
-        """Block until ``out`` holds the result. Calling it again is free."""
-        if self._arrived:
-            return
-        begin = time.perf_counter()
-        arrived = self._complete()
-        end = time.perf_counter()
-        self._arrived = True
-        self._tally.waited += end - begin
-        self._tally.busy += (end if arrived is None else arrived) - self._started
-
-    def released(self) -> None:  # noqa: B027 - most transports share nothing
-        """Say that this rank no longer reads ``out``."""
-
-    def wait_inputs(self) -> None:
-        """Block until this rank's input may be overwritten; implies :meth:`wait`."""
-        self.wait()
-        begin = time.perf_counter()
-        self._inputs_free()
-        self._tally.waited += time.perf_counter() - begin
-
-
-class Collective(ABC):
-    """A collective bound to its buffers; every rank starts it equally often, in the same order."""
-
-    def __init__(self, tally: Tally, nbytes: int) -> None:
-        self._tally = tally
-        self._nbytes = nbytes
-        self._work: Work | None = None
-
-    @abstractmethod
-    def _launch(self, add: bool) -> Work:
-        """Start the collective."""
-
-    def start(self, add: bool = False) -> Work:
-        """Start without blocking. ``add`` (reduce-scatter only) adds into ``out`` instead of writing it.
-
-        Raises:
-            CommError: the collective is still in flight.
-        """
-        if self._work is not None and not self._work._arrived:
-            raise CommError("a collective was started again before its last start was waited for")
-        self._tally.calls += 1
-        self._tally.bytes += self._nbytes
-        self._work = self._launch(add)
-        return self._work
-
-
 _SIGNATURE = struct.Struct("<32s16sqq192s")
 
 
@@ -130,7 +59,7 @@ _SIGNATURE = struct.Struct("<32s16sqq192s")
 class Communicator(ABC):
     """A group of ranks. Transports implement the methods that begin with an underscore.
 
-    Buffers are 1-D, contiguous arrays of a type in :data:`mpishard.array.dtypes.DTYPES`.
+    Buffers are 1-D, contiguous arrays of a type in :data:`mpishard.array.dtypes.DTYPES`, in the memory of ``ops``.
     """
 
     transport: ClassVar[str] = ""
@@ -139,12 +68,25 @@ class Communicator(ABC):
     size: int
     node: Node
     ops: Ops
-    tallies: dict[str, Tally] = field(
+    _tallies: dict[str, Tally] = field(
         default_factory=lambda: {k: Tally() for k in ("all_gather", "reduce_scatter", "exchange", "broadcast")}
     )
+    #: bytes of memory, of the kind that it carries, that the transport holds for itself
+    own_bytes: int = 0
     #: whether :meth:`close` has been called
     closed: bool = False
     _bound: int = 0
+
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """What each kind of collective has cost this rank so far, as far as a device has come; ask anew each time."""
+        self._settle()
+        return self._tallies
+
+    @property
+    def on_device(self) -> bool:
+        """Whether buffers are in a device's memory: the operations have a stream there."""
+        return getattr(self.ops, "stream", None) is not None
 
     # --- what transports give
 
@@ -174,8 +116,15 @@ class Communicator(ABC):
     def abort(self, message: str, code: int = 1) -> None:
         """End every rank of the job, with ``message`` on standard error."""
 
+    def _settle(self) -> None:  # noqa: B027 - on the host nothing is owed
+        """Bring the tallies up to date without waiting for anything."""
+
     def close(self) -> None:  # noqa: B027 - not every transport holds something
         """Give back what the transport holds. Collective; no work may be in flight."""
+
+    def describe(self) -> str:
+        """Return one line for a log: the transport, what it runs on, and why it was chosen."""
+        return self.transport
 
     def scratch_elements(self, count: int) -> int:
         """Elements of scratch that a reduce-scatter of ``count`` elements in all needs, in the input's type."""
@@ -195,16 +144,16 @@ class Communicator(ABC):
         Raises:
             CommError: on all ranks, when buffers do not fit or ranks bind different things.
         """
-        problem = _buffer_problem("shard", shard) or _buffer_problem("out", out)
+        problem = self._problem("shard", shard) or self._problem("out", out)
         if not problem and shard.dtype != out.dtype:
             problem = f"shard is {shard.dtype} and out is {out.dtype}; they must be of one type"
         if not problem and out.size != shard.size * self.size:
             need = shard.size * self.size
             problem = f"out holds {out.size} elements, {self.size} ranks with {shard.size} each need {need}"
-        in_place = not problem and np.may_share_memory(shard, out)
+        in_place = not problem and overlap(shard, out)
         if in_place:
             own = out[self.rank * shard.size : (self.rank + 1) * shard.size]
-            if _address(own) != _address(shard):
+            if address(own) != address(shard):
                 problem = f"shard overlaps out, but is not rank {self.rank}'s own slice of it"
         # MPI wants all ranks in place or none, so that is agreed too.
         self._agree_binding("all-gather in place" if in_place else "all-gather", shard, problem)
@@ -214,16 +163,16 @@ class Communicator(ABC):
     def bind_reduce_scatter(self, full: Array, out: Array, scratch: Array | None = None) -> Collective:
         """Bind ``out (+)= sum over ranks q, in rank order, of rank q's full[r*k:(r+1)*k]``, ``k = out.size``.
 
-        ``full`` is fp16, fp32 or fp64; ``out`` is fp32 (fp64 for fp64). ``scratch`` holds at least
+        ``full`` is bf16, fp16 (on the host), fp32 or fp64; ``out`` is fp32 (fp64 for fp64). ``scratch`` holds at least
         ``scratch_elements(full.size)`` elements of full's type and belongs to the collective from start to
         ``wait_inputs()``. Every element of ``full`` is read, padding too.
 
         Raises:
             CommError: on all ranks, when buffers do not fit or ranks bind different things.
         """
-        problem = _buffer_problem("full", full) or _buffer_problem("out", out)
+        problem = self._problem("full", full) or self._problem("out", out)
         if not problem:
-            problem = _sum_problem(full, out)
+            problem = self._sum_problem(full, out)
         if not problem and full.size != out.size * self.size:
             need = out.size * self.size
             problem = f"full holds {full.size} elements, {self.size} ranks with {out.size} each need {need}"
@@ -234,9 +183,9 @@ class Communicator(ABC):
             elif scratch.dtype != full.dtype:
                 problem = f"scratch is {scratch.dtype} and full is {full.dtype}; they must be of one type"
             else:
-                problem = _buffer_problem("scratch", scratch)
+                problem = self._problem("scratch", scratch)
         pairs = [(full, out)] if scratch is None else [(full, out), (full, scratch), (out, scratch)]
-        if not problem and any(np.may_share_memory(one, other) for one, other in pairs):
+        if not problem and any(overlap(one, other) for one, other in pairs):
             problem = "full, out and scratch overlap; a reduce-scatter is never in place"
         self._agree_binding("reduce-scatter", full, problem)
         nbytes = full.nbytes // self.size * (self.size - 1)
@@ -279,7 +228,7 @@ class Communicator(ABC):
         Raises:
             CommError: the buffer is not 1-D and contiguous, or there is no such root.
         """
-        problem = _buffer_problem("array", array)
+        problem = self._problem("array", array)
         if not problem and not 0 <= root < self.size:
             problem = f"root {root} is not one of the {self.size} ranks"
         self._agree_binding(f"broadcast from rank {root}", array, problem)
@@ -300,7 +249,7 @@ class Communicator(ABC):
         Raises:
             CommError: on all ranks, when an array does not fit or ranks give different ones.
         """
-        problem = _buffer_problem("array", array)
+        problem = self._problem("array", array)
         if not problem and array.dtype not in (np.float32, np.float64):
             problem = f"array is {array.dtype}; float32 or float64 is needed"
         self._agree_binding("all-reduce", array, problem)
@@ -313,6 +262,7 @@ class Communicator(ABC):
         self.bind_reduce_scatter(full, shard, scratch).start().wait_inputs()
         self.bind_all_gather(shard, full).start().wait_inputs()
         self.ops.copy(full[: array.size], array)
+        self.ops.fetch(array[:1])  # a device is still at work on what is given back here
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -336,6 +286,30 @@ class Communicator(ABC):
         return self._split(groups, own)
 
     # --- agreement
+
+    def _problem(self, name: str, array: Array) -> str:
+        """Say why an array cannot be a buffer; empty where it can."""
+        if array.ndim != 1 or not array.flags.c_contiguous:
+            return f"{name} has shape {array.shape} and strides {array.strides}; a 1-D contiguous array is needed"
+        try:
+            name_of(array.dtype)
+        except ConfigError as error:
+            return str(error)
+        if hasattr(array, "__cuda_array_interface__") != self.on_device:
+            found, due = ("host", "device") if self.on_device else ("device", "host")
+            return f"{name} is in {found} memory; transport {self.transport} was made for arrays in {due} memory"
+        return ""
+
+    def _sum_problem(self, full: Array, out: Array) -> str:
+        try:
+            expected = accumulator(full.dtype)
+            if self.on_device:
+                self.ops.prepare(full.dtype)
+        except ConfigError as error:
+            return str(error)
+        if out.dtype != expected:
+            return f"full is {full.dtype}, so out must be {expected}, but it is {out.dtype}"
+        return ""
 
     def _agree_binding(self, kind: str, array: Array, problem: str) -> None:
         """Compare what is being bound on all ranks; raise on all when one is wrong or differs."""
@@ -361,27 +335,3 @@ class Communicator(ABC):
 def _describe(signature: tuple[bytes, bytes, int, int, bytes]) -> str:
     kind, name, count, number, _ = signature
     return f"{kind.rstrip(bytes(1)).decode()} number {number} of {count} {name.rstrip(bytes(1)).decode()}"
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _buffer_problem(name: str, array: Array) -> str:
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        return f"{name} has shape {array.shape} and strides {array.strides}; a 1-D contiguous array is needed"
-    try:
-        name_of(array.dtype)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _sum_problem(full: Array, out: Array) -> str:
-    try:
-        expected = accumulator(full.dtype)
-    except ConfigError as error:
-        return str(error)
-    if out.dtype != expected:
-        return f"full is {full.dtype}, so out must be {expected}, but it is {out.dtype}"
-    return ""

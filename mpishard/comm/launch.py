@@ -9,26 +9,25 @@ still starts, alone, as a world of one rank, and N such processes would each tra
 from __future__ import annotations
 
 import atexit
-import faulthandler
-import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
+from mpishard.comm.choice import TRANSPORTS, connect, made
 from mpishard.comm.local import LocalCommunicator
+from mpishard.comm.starting import load_mpi, meeting
 from mpishard.errors import CommError, ConfigError, LaunchError
-from mpishard.launched import environment_rank, environment_size, in_step
+from mpishard.launched import environment_local_rank, environment_rank, environment_size, in_step
 
 __all__ = [
     "abort_world",
     "communicator",
+    "environment_local_rank",
     "environment_rank",
     "environment_size",
     "install_abort_hook",
@@ -36,27 +35,32 @@ __all__ = [
     "world",
 ]
 
-#: Seconds in which all ranks must have started MPI; then the process ends with a traceback of where it waited.
-_MEETING = 300.0
 #: Seconds that srun gets to drain standard error before the job is ended; it loses the last lines otherwise.
 _DRAIN = 1.0
 
-_NO_MPI = "install one with: pip install 'mpishard[mpich]', or load the cluster's MPI module"
+_NO_MPI = "install one with: pip install mpich, or load the cluster's MPI module"
 
 
-def world(ops: Ops, transport: str = "auto") -> Communicator:
+def world(
+    make_ops: Ops | Callable[[int | None], Ops], transport: str = "auto", *, share_device: bool = False
+) -> Communicator:
     """Return the communicator of all processes of this job.
 
     Args:
-        ops: operations on the arrays that will be communicated.
-        transport: "mpi"; "local", one rank alone; or "auto", MPI where more than one process was launched.
+        make_ops: operations on the arrays that will be communicated; or what makes them, called once with this
+            process's number on its machine (None without a launcher). So a GPU is chosen before MPI starts.
+        transport: "local", one rank alone; "mpi", which a GPU-aware MPI is for on a GPU; "staged", by way of host
+            memory, and "nccl", for GPUs; or "auto": local for one process, else mpi, and staged on a GPU of
+            which MPI does not say that it takes its memory.
+        share_device: let ranks share a GPU, which NCCL does not.
 
     Raises:
-        ConfigError: the name is unknown, or the world is not the launcher's.
+        ConfigError: the name is unknown, or the world is not the launcher's; on all ranks, when the transport does
+            not fit the device, or two ranks use one GPU.
         LaunchError: MPI is needed and cannot be loaded.
     """
-    if transport not in ("auto", "local", "mpi"):
-        raise ConfigError(f"transport {transport!r} is not known; choose one of auto, local, mpi")
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport {transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     size, rank = environment_size(), environment_rank()
     if transport == "local" and ((size or 1) > 1 or (rank or 0) > 0):
         raise ConfigError(
@@ -64,32 +68,42 @@ def world(ops: Ops, transport: str = "auto") -> Communicator:
             "use transport 'mpi' or 'auto', or start one process"
         )
     if transport == "local" or (transport == "auto" and size == 1):
-        return LocalCommunicator(ops)
-    with _meeting((size or 1) > 1):
-        return _world(ops, transport, size, rank)
+        return LocalCommunicator(made(make_ops, environment_local_rank()))
+    with meeting((size or 1) > 1):
+        return _world(_Later(make_ops), transport, size, rank, share_device)
 
 
-@contextmanager
-def _meeting(several: bool) -> Iterator[None]:
-    """End this process where MPI's start takes too long: it waits for all ranks, also for one that cannot start."""
-    if not several or "mpi4py.MPI" in sys.modules:
-        yield
-        return
-    faulthandler.dump_traceback_later(_MEETING, exit=True)
+class _Later:
+    """Operations that are made at most once. What goes wrong before MPI has started waits for all ranks to hear it."""
+
+    def __init__(self, make_ops: Ops | Callable[[int | None], Ops]) -> None:
+        self._make_ops = make_ops
+        self._error: Exception | None = None
+
+    @property
+    def early(self) -> Callable[[], None] | None:
+        """What is to be done before MPI starts: choosing a device, where the launcher tells which."""
+        known = environment_local_rank() is not None
+        return self._before_start if known and not isinstance(self._make_ops, Ops) else None
+
+    def _before_start(self) -> None:
+        try:
+            self._make_ops = made(self._make_ops, environment_local_rank())
+        except Exception as error:
+            self._error = error
+
+    def __call__(self, local_rank: int | None) -> Ops:
+        if self._error is not None:
+            raise self._error
+        return made(self._make_ops, local_rank)
+
+
+def _world(ops: _Later, transport: str, size: int | None, rank: int | None, share_device: bool) -> Communicator:
     try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _world(ops: Ops, transport: str, size: int | None, rank: int | None) -> Communicator:
-    # Open MPI does not start where no home directory is told; it only looks for settings there.
-    os.environ.setdefault("HOME", tempfile.gettempdir())
-    try:
-        from mpi4py import MPI
+        MPI = load_mpi(ops.early)
     except (ImportError, RuntimeError, OSError) as error:
         if transport == "auto" and size is None and rank is None:
-            return LocalCommunicator(ops)
+            return LocalCommunicator(ops(None))
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(
             f"transport {transport!r} needs MPI here, which cannot be loaded ({reason}); {_NO_MPI}"
@@ -104,24 +118,34 @@ def _world(ops: Ops, transport: str, size: int | None, rank: int | None) -> Comm
             f"another MPI's; use the mpiexec of {library}, or srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
         )
     if found == 1 and transport == "auto":
-        return LocalCommunicator(ops)
-    from mpishard.comm.mpi import MpiCommunicator
-
-    return MpiCommunicator(MPI.COMM_WORLD, ops)
+        return LocalCommunicator(ops(None))
+    return connect(MPI.COMM_WORLD, ops, transport, share_device=share_device)
 
 
-def communicator(comm: object, ops: Ops) -> Communicator:
+def communicator(
+    comm: object,
+    make_ops: Ops | Callable[[int | None], Ops],
+    transport: str = "auto",
+    *,
+    share_device: bool = False,
+) -> Communicator:
     """Return a Communicator over what a program has.
 
     Args:
         comm: an mpi4py intracommunicator (it is duplicated, which is collective); a Communicator, which is returned
             as it is; or None, one rank without MPI.
-        ops: operations on the arrays that will be communicated.
+        make_ops, transport, share_device: as in :func:`world`; an intracommunicator of one rank is ``local`` under
+            ``auto``.
 
     Raises:
-        ConfigError: ``comm`` is none of these, or None in one of several processes.
+        ConfigError: ``comm`` is none of these, or None in one of several processes; on all ranks, when the transport
+            does not fit the device, or two ranks use one GPU.
     """
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"transport {transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     if isinstance(comm, Communicator):
+        if transport != "auto":
+            raise ConfigError(f"transport is {transport!r} and comm is a Communicator, which has its own; leave it out")
         return comm
     size, rank = environment_size(), environment_rank()
     if comm is None:
@@ -130,7 +154,9 @@ def communicator(comm: object, ops: Ops) -> Communicator:
                 f"comm is None, one rank alone, and the launcher started {size or 'several'} processes; "
                 "give MPI.COMM_WORLD, or MPI.COMM_SELF where each process is to work alone"
             )
-        return LocalCommunicator(ops)
+        if transport not in ("auto", "local"):
+            raise ConfigError(f"transport is {transport!r} and comm is None, one rank alone; give MPI.COMM_WORLD")
+        return LocalCommunicator(made(make_ops, environment_local_rank()))
     wrong = ConfigError(
         f"comm is a {type(comm).__name__}; give an intracommunicator of mpi4py (MPI.COMM_WORLD, say), "
         "a Communicator of mpishard, or None"
@@ -145,11 +171,9 @@ def communicator(comm: object, ops: Ops) -> Communicator:
         raise ConfigError("comm is MPI.COMM_NULL: this process is in no group of the split; it has no part in the work")
     if comm.Is_inter() or not isinstance(comm, MPI.Intracomm):
         raise ConfigError("comm is an intercommunicator; merge it first (comm.Merge()), an intracommunicator is needed")
-    if comm.Get_size() == 1:
-        return LocalCommunicator(ops)
-    from mpishard.comm.mpi import MpiCommunicator
-
-    return MpiCommunicator(comm, ops)
+    if comm.Get_size() == 1 and transport in ("auto", "local"):
+        return LocalCommunicator(made(make_ops, environment_local_rank()))
+    return connect(comm, make_ops, transport, share_device=share_device)
 
 
 def leave_together(comm: Communicator) -> None:
@@ -167,7 +191,7 @@ def leave_together(comm: Communicator) -> None:
             except CommError as error:
                 print(f"mpishard: {error}", file=sys.stderr, flush=True)
 
-    if comm.transport == "mpi":
+    if comm.transport in ("mpi", "staged", "nccl"):
         atexit.register(meet)  # before mpi4py finalises MPI, which is later than any such function
 
 

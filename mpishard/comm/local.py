@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, address
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
 
@@ -27,10 +27,12 @@ class _Gather(Collective):
     def __init__(self, ops: Ops, shard: Array, out: Array, tally: Tally) -> None:
         super().__init__(tally, 0)
         self._ops, self._shard, self._out = ops, shard, out
+        self._in_place = address(shard) == address(out)
 
     def _launch(self, add: bool) -> Work:
         work = _Done(self._tally)
-        self._ops.copy(self._shard, self._out)
+        if not self._in_place:
+            self._ops.copy(self._shard, self._out)
         return work
 
 

@@ -24,13 +24,14 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, overlap
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
+from mpishard.comm.parts import blocks_of, pieces_of
 from mpishard.comm.pump import Flight, Post, Pump
 from mpishard.errors import CommError, ConfigError
 
-__all__ = ["CHUNK_BYTES", "MpiCommunicator"]
+__all__ = ["CHUNK_BYTES", "WIRE", "MpiCommunicator", "library", "place"]
 
 #: Above this many bytes from one rank to another, a collective goes as slices from point to point. Counts of
 #: one call stay below 2**31, which is all that Open MPI 5 can take.
@@ -38,7 +39,8 @@ CHUNK_BYTES = 256 * 2**20
 
 #: MPI promises tags up to 32767.
 _TAGS = 2**15
-_WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+#: bytes of an element -> what MPI calls a whole number of them
+WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 
 class _MpiWork(Work):
@@ -80,6 +82,8 @@ class MpiCommunicator(Communicator):
         ops: operations on host arrays.
         chunk_bytes: above this many bytes from rank to rank, slices go from point to point; equal on all ranks.
         threaded: whether a thread owns the MPI calls; None for wherever MPI's thread level allows it.
+        why: why this transport was chosen, for :meth:`describe`.
+        node: where this rank runs (:func:`place`), if ``comm`` was duplicated already and is given away.
 
     Raises:
         ConfigError: ``comm`` is an intercommunicator, or a thread was asked for and MPI does not allow it.
@@ -88,7 +92,14 @@ class MpiCommunicator(Communicator):
     transport = "mpi"
 
     def __init__(
-        self, comm: MPI.Intracomm, ops: Ops, *, chunk_bytes: int = CHUNK_BYTES, threaded: bool | None = None
+        self,
+        comm: MPI.Intracomm,
+        ops: Ops,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        threaded: bool | None = None,
+        why: str = "",
+        node: Node | None = None,
     ) -> None:
         if comm.Is_inter():
             raise ConfigError("an intercommunicator was given; merge it first, an intracommunicator is needed")
@@ -98,13 +109,24 @@ class MpiCommunicator(Communicator):
                 "a communication thread needs MPI_THREAD_SERIALIZED and MPI was started with less; "
                 "set MPI4PY_RC_THREAD_LEVEL=serialized, or pass threaded=False"
             )
-        own = comm.Dup()
-        self._set_up(own, _node(own), ops, Pump(allowed if threaded is None else threaded), chunk_bytes)
+        own = comm.Dup() if node is None else comm
+        self._set_up(own, node or place(own), ops, Pump(allowed if threaded is None else threaded), chunk_bytes)
+        self._why = why
+
+    def describe(self) -> str:
+        """Return the transport, the MPI library and its version, and why it was chosen."""
+        name = library()
+        why = self._why if self._why.startswith(name) else ", ".join(filter(None, [name, self._why]))
+        return f"{self.transport}, {why}"
 
     def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: Pump, chunk_bytes: int) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
-        self._tag, self.closed = 0, False
+        self._tag, self.closed, self._why = 0, False, ""
+
+    def _share(self, parent: Any) -> None:
+        """Take over what a communicator split from ``parent`` shares with it."""
+        self._why = parent._why
 
     def scratch_elements(self, count: int) -> int:
         """Room for the blocks of all ranks."""
@@ -112,7 +134,7 @@ class MpiCommunicator(Communicator):
 
     def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
         count = shard.size
-        in_place = np.may_share_memory(shard, out)
+        in_place = overlap(shard, out)
         own = out[self.rank * count : (self.rank + 1) * count]
         mine, everyone = _wire(shard), _wire(out)
         sliced = shard.nbytes > self.chunk_bytes
@@ -120,10 +142,10 @@ class MpiCommunicator(Communicator):
         if self.size == 1 or count == 0:
             post = list
         elif sliced:
-            post = self._point_to_point([mine] * self.size, np.split(everyone, self.size))
+            post = self._point_to_point([mine] * self.size, blocks_of(everyone, self.size))
         else:
             # MPICH refuses a send buffer that is part of the receive buffer, so it is named in place.
-            kind = _WIRE[out.itemsize]
+            kind = WIRE[out.itemsize]
             send: Any = MPI.IN_PLACE if in_place else [mine, count, kind]
             post = lambda: [self._mpi.Iallgather(send, [everyone, count, kind])]  # noqa: E731
 
@@ -142,11 +164,11 @@ class MpiCommunicator(Communicator):
         if self.size > 1 and count > 0:
             assert scratch is not None  # bound buffers were validated
             arrived = scratch[: full.size]
-            blocks = np.split(arrived, self.size)
+            blocks = blocks_of(arrived, self.size)
             blocks[self.rank] = full[self.rank * count : (self.rank + 1) * count]
-            mine, theirs, kind = _wire(full), _wire(arrived), _WIRE[full.itemsize]
+            mine, theirs, kind = _wire(full), _wire(arrived), WIRE[full.itemsize]
             if full.nbytes // self.size > self.chunk_bytes:
-                post = self._point_to_point(np.split(mine, self.size), np.split(theirs, self.size))
+                post = self._point_to_point(blocks_of(mine, self.size), blocks_of(theirs, self.size))
             else:
                 post = lambda: [self._mpi.Ialltoall([mine, count, kind], [theirs, count, kind])]  # noqa: E731
 
@@ -161,7 +183,7 @@ class MpiCommunicator(Communicator):
         Slices between two ranks arrive in the order sent. Collectives in flight are kept apart by their tags;
         every rank posts in one order, so all count alike.
         """
-        step, kind = max(1, self.chunk_bytes // sends[0].itemsize), _WIRE[sends[0].itemsize]
+        step, kind = max(1, self.chunk_bytes // sends[0].itemsize), WIRE[sends[0].itemsize]
         sources = [(self.rank - far) % self.size for far in range(1, self.size)]
         targets = [(self.rank + far) % self.size for far in range(1, self.size)]
 
@@ -170,11 +192,11 @@ class MpiCommunicator(Communicator):
             return [
                 self._mpi.Irecv([piece, piece.size, kind], rank, self._tag)
                 for rank in sources
-                for piece in _pieces(receives[rank], step)
+                for piece in pieces_of(receives[rank], step)
             ] + [
                 self._mpi.Isend([piece, piece.size, kind], rank, self._tag)
                 for rank in targets
-                for piece in _pieces(sends[rank], step)
+                for piece in pieces_of(sends[rank], step)
             ]
 
         return post
@@ -187,8 +209,8 @@ class MpiCommunicator(Communicator):
         return [bytes(records[rank * count : (rank + 1) * count]) for rank in range(self.size)]
 
     def _broadcast(self, array: Array, root: int) -> None:
-        pieces = _pieces(_wire(array), max(1, self.chunk_bytes // array.itemsize))
-        kind = _WIRE[array.itemsize]
+        pieces = pieces_of(_wire(array), max(1, self.chunk_bytes // array.itemsize))
+        kind = WIRE[array.itemsize]
         self._pump.do("a broadcast", lambda: [self._mpi.Ibcast([piece, piece.size, kind], root) for piece in pieces])
 
     def _split(self, groups: Sequence[Sequence[int]], own: Sequence[int]) -> Communicator:
@@ -196,11 +218,12 @@ class MpiCommunicator(Communicator):
 
         def make() -> tuple[MPI.Intracomm, Node]:
             comm = cast("MPI.Intracomm", self._mpi.Split(color, key))
-            return comm, _node(comm)
+            return comm, place(comm)
 
         comm, node = self._pump.call("a split", make)
-        child = MpiCommunicator.__new__(MpiCommunicator)
+        child = type(self).__new__(type(self))
         child._set_up(comm, node, self.ops, self._pump, self.chunk_bytes)
+        child._share(self)
         self._pump.users += 1
         return child
 
@@ -226,7 +249,7 @@ class MpiCommunicator(Communicator):
             self._pump.leave()
 
 
-def _node(comm: MPI.Intracomm) -> Node:
+def place(comm: MPI.Intracomm) -> Node:
     """Find the rank's place; nodes are numbered by their lowest rank. Blocking and collective."""
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that a failure reaches who waits, with its name
     local = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
@@ -235,15 +258,17 @@ def _node(comm: MPI.Intracomm) -> Node:
     leaders = np.empty(comm.Get_size(), np.int64)
     comm.Allgather([lowest, 1, MPI.INT64_T], [leaders, 1, MPI.INT64_T])
     nodes = sorted(set(leaders.tolist()))
-    place = Node(local.Get_rank(), local.Get_size(), nodes.index(int(lowest[0])), len(nodes))
+    found = Node(local.Get_rank(), local.Get_size(), nodes.index(int(lowest[0])), len(nodes))
     local.Free()
-    return place
+    return found
+
+
+def library() -> str:
+    """Return the MPI library and its version: "MPICH 5.0.2"."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
 
 
 def _wire(array: Array) -> Array:
     """View an array as whole numbers of its width."""
     return cast("Array", array.view(f"u{array.itemsize}"))
-
-
-def _pieces(array: Array, step: int) -> list[Array]:
-    return [array[start : start + step] for start in range(0, array.size, step)]

@@ -5,6 +5,12 @@ MPI moves data only while it is called, so a thread of ours, the *pump*, owns th
 MPI_THREAD_SERIALIZED, not MULTIPLE). It posts *flights* in order, tests them and sleeps between tests; while a rank
 stands still for one it tests more eagerly. With nothing in flight it is asleep, so calls that the program makes
 between steps never meet ours. Without a thread, who submits posts and who waits tests.
+
+[Note: blocking posts]
+What MPI does with a device's memory is asked for by blocking calls, because nonblocking collectives on it are not
+promised (Open MPI's documentation of CUDA support lists them as unsupported). Such a post holds the pump until it is
+over. Without a thread it would hold who submits; so there it is put off until somebody waits, and what is submitted
+after it, too.
 """
 
 from __future__ import annotations
@@ -36,10 +42,16 @@ _ABORT = 1.0
 
 
 class Flight:
-    """One thing that the pump does: posted once, then tested until its requests are complete."""
+    """One thing that the pump does: posted once, then tested until its requests are complete.
 
-    def __init__(self, name: str, post: Post) -> None:
-        self.name, self.post = name, post
+    Args:
+        name: for messages.
+        post: starts it and returns its requests; none where it is over when this returns.
+        blocking: ``post`` may wait for other ranks.
+    """
+
+    def __init__(self, name: str, post: Post, *, blocking: bool = False) -> None:
+        self.name, self.post, self.blocking = name, post, blocking
         self.requests: list[MPI.Request] = []
         self.awaited = False
         self.done = threading.Event()
@@ -82,9 +94,11 @@ class Pump:
         """Post a flight, after all that were submitted before it."""
         if not self._open:
             raise CommError(f"{flight.name}: the communicator is closed")
-        if self._thread is None:
+        if self._thread is None and not (flight.blocking or self._inbox):
             self._post(flight)
             self._test()
+        elif self._thread is None:
+            self._inbox.append(flight)  # until somebody waits
         else:
             self._inbox.append(flight)
             self._bell.set()
@@ -95,6 +109,9 @@ class Pump:
         if self._thread is not None and not flight.done.is_set():
             self._bell.set()  # the pump may sleep between two tests
             flight.done.wait()
+        while not flight.done.is_set() and self._inbox:
+            self._post(self._inbox.popleft())
+            self._test()
         tests = 0
         while not flight.done.is_set():
             tests = 0 if self._test() else tests + 1
@@ -103,9 +120,9 @@ class Pump:
         if flight.error is not None:
             raise CommError(f"{flight.name} failed in MPI: {flight.error}") from flight.error
 
-    def do(self, name: str, post: Post) -> None:
+    def do(self, name: str, post: Post, *, blocking: bool = False) -> None:
         """Submit a flight and wait for it."""
-        flight = Flight(name, post)
+        flight = Flight(name, post, blocking=blocking)
         self.submit(flight)
         self.finish(flight)
 

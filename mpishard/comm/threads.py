@@ -16,9 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, overlap
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
@@ -185,7 +183,7 @@ class ThreadsCommunicator(Communicator):
 
     def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
         places = [out[rank * shard.size : (rank + 1) * shard.size] for rank in range(self.size)]
-        in_place = np.may_share_memory(shard, out)
+        in_place = overlap(shard, out)
 
         def take(shards: list[Array], add: bool) -> None:
             for rank, place in enumerate(places):

@@ -7,12 +7,16 @@ backward makes the probabilities of a block again from it (Dao et al. 2022, sect
 Backward takes the blocks from the last to the first: the last one sees every key, so it writes dk and dv and
 the others add.
 
+[Note: sixteen bits]
+``lse`` and ``delta`` have the accumulator's type. Where there are several blocks and dk and dv would have 16 bits, they
+are gathered in the accumulator's type, one sequence at a time, and rounded once.
+
 Shape legend: B sequences, T positions, C features, H heads, D = C / H, R rows of a block, K keys they see.
 """
 
 from __future__ import annotations
 
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, accumulator
 from mpishard.array.ops import Ops
 from mpishard.nn.layer import Context, Grads, Layer, Params, ParamSpec, Saved
 from mpishard.nn.linear import Linear
@@ -58,7 +62,7 @@ class CausalSelfAttention(Layer):
         batch, length, width = x.shape
         qkv = ctx.keep((batch, length, 3 * width))
         heads = ctx.keep(x.shape)
-        lse = ctx.keep((batch, self.heads, length))
+        lse = ctx.keep((batch, self.heads, length), accumulator(x.dtype))
         self.c_attn.forward(ops, ctx, params, x, qkv)
         blocks = self._blocks(length)
         with ctx.frame():
@@ -84,19 +88,21 @@ class CausalSelfAttention(Layer):
         delta = the row sums of do * o."""
         x, qkv, heads, lse = saved
         batch, length, _ = x.shape
-        blocks = self._blocks(length)
+        blocks, kind = self._blocks(length), accumulator(x.dtype)
         with ctx.frame():
             dheads = ctx.scratch(x.shape)
             dqkv = ctx.scratch(qkv.shape)
-            delta = ctx.scratch((batch, length, self.heads))
+            delta = ctx.scratch((batch, length, self.heads), kind)
             size = self.heads * self._rows(length) * length
             room, room2 = ctx.scratch((size,)), ctx.scratch((size,))
+            gathered = ctx.scratch((1, *qkv.shape[1:]), kind) if len(blocks) > 1 and kind != x.dtype else None
             self.c_proj.backward(ops, ctx, params, grads, heads, dy, dheads)
             rows = (batch * length, self.heads, -1)
             ops.row_dot(dheads.reshape(rows), heads.reshape(rows), delta.reshape(rows[:2]))
             for b in range(batch):
                 q, k, v = self._heads(qkv, 3)[b]
-                dq, dk, dv = self._heads(dqkv, 3)[b]
+                own = dqkv[b : b + 1]
+                ((dq, dk, dv),) = self._heads(own if gathered is None else gathered, 3)
                 (do,) = self._heads(dheads, 1)[b]
                 for first, last in reversed(blocks):
                     add = last != length
@@ -107,4 +113,6 @@ class CausalSelfAttention(Layer):
                     ops.softmax_backward(p, ds, delta[b, first:last].T, self.scale)
                     ops.matmul(ds, k[:, :last], dq[:, first:last])
                     ops.matmul(ds.swapaxes(1, 2), q[:, first:last], dk[:, :last], add)
+                if gathered is not None:
+                    ops.copy(gathered, own)
             self.c_attn.backward(ops, ctx, params, grads, x, dqkv, dx)

@@ -54,6 +54,7 @@ class LinearHead(LossLayer):
     """x (..., I), targets (...) -> losses (N,): cross-entropy of logits = x @ weight + bias over V classes.
 
     Parameters are ``name.weight`` (I, V) and ``name.bias`` (V,). The logits of a micro-batch exist at once.
+    Losses have the accumulator's type: float32 where x is bfloat16.
 
     Args:
         std: deviation of the initial weights; the bias begins at zero.

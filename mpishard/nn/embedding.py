@@ -11,7 +11,10 @@ __all__ = ["Embedding"]
 
 
 class Embedding(Layer):
-    """Tokens (B, T) int64 -> y (B, T, C); parameters ``wte.weight`` (V, C), ``wpe.weight`` (P, C), T <= P."""
+    """Tokens (B, T) int64 -> y (B, T, C); parameters ``wte.weight`` (V, C), ``wpe.weight`` (P, C), T <= P.
+
+    Gradients of either table may have the accumulator's type; of 16 bits, a row is rounded once in a call.
+    """
 
     def __init__(self, vocabulary: int, positions: int, width: int, *, dropout: float = 0.0, std: float = 0.02) -> None:
         self.vocabulary, self.positions, self.width, self.std = vocabulary, positions, width, std

@@ -8,7 +8,7 @@ shape alone, so it changes no bit from one number of ranks to another.
 
 from __future__ import annotations
 
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, accumulator
 from mpishard.array.ops import Ops
 from mpishard.nn.layer import Context, Grads, LossLayer, Params, ParamSpec
 from mpishard.nn.norm import LayerNorm
@@ -18,6 +18,9 @@ __all__ = ["TiedHead"]
 
 class TiedHead(LossLayer):
     """x (B, T, C), targets (B, T) -> losses (N,): logits = ln_f(x) @ wte.T.
+
+    Losses, and the norm's statistics, have the accumulator's type. The gradient of wte is a sum over chunks, rounded
+    after each of them: where the others have 16 bits, give it the accumulator's type.
 
     Args:
         chunk: tokens whose logits exist at once, at most half of a micro-batch's.
@@ -56,7 +59,7 @@ class TiedHead(LossLayer):
         chunk = max(1, min(self.chunk, -(-count // 2)))
         with ctx.frame():
             normal = ctx.scratch(x.shape)
-            mean, rstd = ctx.scratch((count,)), ctx.scratch((count,))
+            mean, rstd = self._statistics(ctx, x)
             room = ctx.scratch((chunk, self.vocabulary))
             norm = (params[self.ln_f.weight], params[self.ln_f.bias])
             ops.layernorm(x, *norm, normal, mean, rstd, self.ln_f.eps)
@@ -73,10 +76,16 @@ class TiedHead(LossLayer):
             if grads is not None:
                 self.ln_f.backward(ops, ctx, params, grads, (x, mean, rstd), normal, dx)
 
+    @staticmethod
+    def _statistics(ctx: Context, x: Array) -> tuple[Array, Array]:
+        """Room for mean and rstd (N,) of x (N, C)."""
+        kind = accumulator(x.dtype)
+        return ctx.scratch(x.shape[:1], kind), ctx.scratch(x.shape[:1], kind)
+
     def predict(self, ops: Ops, ctx: Context, params: Params, x: Array, logits: Array) -> None:
         """Logits (N, V) of x (N, C)."""
         with ctx.frame():
             normal = ctx.scratch(x.shape)
-            mean, rstd = ctx.scratch(x.shape[:1]), ctx.scratch(x.shape[:1])
+            mean, rstd = self._statistics(ctx, x)
             ops.layernorm(x, params[self.ln_f.weight], params[self.ln_f.bias], normal, mean, rstd, self.ln_f.eps)
             ops.matmul(normal, params["wte.weight"].T, logits)

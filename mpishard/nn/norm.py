@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, accumulator
 from mpishard.array.ops import Ops
 from mpishard.nn.layer import Context, Grads, Layer, Params, ParamSpec, Saved
 
@@ -10,7 +10,10 @@ __all__ = ["LayerNorm"]
 
 
 class LayerNorm(Layer):
-    """x (..., C) -> y (..., C), with parameters ``name.weight`` and ``name.bias`` (C,)."""
+    """x (..., C) -> y (..., C), with parameters ``name.weight`` and ``name.bias`` (C,).
+
+    The statistics of rows have the accumulator's type: float32 where x is bfloat16.
+    """
 
     def __init__(self, name: str, width: int, eps: float = 1e-5) -> None:
         self.width, self.eps = width, eps
@@ -23,7 +26,8 @@ class LayerNorm(Layer):
     def forward(self, ops: Ops, ctx: Context, params: Params, x: Array, y: Array) -> Saved:
         """Saves x itself, and mean and rstd (N,) of its rows."""
         x = x.reshape(-1, self.width)
-        mean, rstd = ctx.keep(x.shape[:1]), ctx.keep(x.shape[:1])
+        kind = accumulator(x.dtype)
+        mean, rstd = ctx.keep(x.shape[:1], kind), ctx.keep(x.shape[:1], kind)
         ops.layernorm(x, params[self.weight], params[self.bias], y.reshape(x.shape), mean, rstd, self.eps)
         return x, mean, rstd
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpishard.array.dtypes import Array
 from mpishard.array.ops import AdamWStep, Ops
@@ -33,6 +34,7 @@ class AdamW:
     decay: float = 0.1
     limit: float = 1.0
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    writes_cast: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("beta1", "beta2", "eps", "decay", "limit"):
@@ -57,7 +59,8 @@ class AdamW:
         lr: float,
         count: int,
     ) -> None:
-        """Update ``param`` (n,) from ``factor * grad`` at update number ``count`` (from 1)."""
+        """Update ``param`` (n,), and ``cast`` if it is there, from ``factor * grad`` at update ``count`` (from 1)."""
         corrections = (1.0 - self.beta1**count, 1.0 - self.beta2**count)
         step = AdamWStep(factor, lr, self.beta1, self.beta2, self.eps, *corrections, segments)
-        ops.adamw(arrays["param"], arrays["grad"], arrays["exp_avg"], arrays["exp_avg_sq"], step)
+        param, grad, exp_avg, exp_avg_sq = (arrays[name] for name in ("param", "grad", *self.states))
+        ops.adamw(param, grad, exp_avg, exp_avg_sq, step, arrays.get("cast"))

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpishard.array.arena import Arena
-from mpishard.array.constants import CHUNK
+from mpishard.array.constants import CHUNK, EXACT_WORDS
 from mpishard.array.dtypes import Array, dtype
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
@@ -26,20 +26,20 @@ from mpishard.comm.dry import DryCommunicator
 from mpishard.errors import EngineError
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
-from mpishard.shard.check import check
 from mpishard.shard.control import Agreement, Report, combine, compare, describe
 from mpishard.shard.dealing import deal
-from mpishard.shard.entry import Entry, feed_problem, name_problem, prediction_problem, rate_problem
+from mpishard.shard.entry import Entry, feed_problem, memory_together, name_problem, prediction_problem, rate_problem
 from mpishard.shard.exact import ExactSum
-from mpishard.shard.instructions import Evaluate, Instruction, Predict, digest
+from mpishard.shard.instructions import Instruction, digest
 from mpishard.shard.layout import layout
 from mpishard.shard.outline import outline_of
-from mpishard.shard.place import Placement, place
+from mpishard.shard.precision import precision
 from mpishard.shard.program import Action, Compiler, Regions
 from mpishard.shard.results import Evaluation, Optimizer, StepResult
 from mpishard.shard.runner import Feed, Runner
-from mpishard.shard.schedule import Settings, build_forward, build_step
+from mpishard.shard.schedule import Settings
 from mpishard.shard.state import fingerprint, initialise, make_state
+from mpishard.shard.steps import Steps, steps_of
 from mpishard.shard.whole import whole_parameter
 
 __all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "Stop", "outline_of"]
@@ -56,7 +56,8 @@ class Engine:
         settings: strategy, prefetch, recomputation; ``micros`` is set from the batch.
         micro_batch, global_batch: samples; a step has ``global_batch / micro_batch`` micro-batches, dealt to
             the ranks in turn.
-        dtype_name: element type of parameters, gradients and activations.
+        dtype_name: element type to compute in; with bfloat16 masters, gradient shards and moments are fp32
+            (:mod:`mpishard.shard.precision`).
         poison: fill released and not yet arrived memory with NaN (slow; finds what reads it).
         schedule: run this step instead of the one that ``settings`` make (to study or break it).
 
@@ -80,7 +81,7 @@ class Engine:
         dtype_name: str = "float32",
         poison: bool = False,
         schedule: tuple[Instruction, ...] | None = None,
-        planning: bool = False,
+        planned: Steps | None = None,
     ) -> None:
         micros = deal(global_batch, micro_batch, comm.size)
         self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
@@ -91,35 +92,27 @@ class Engine:
         self.outline = outline_of(model)
         self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
         sharded = settings.strategy == "full_shard"
-        single = replace(settings, micros=1)
-        self.schedule: tuple[Instruction, ...] = ()
-        if optimizer is not None:
-            self.schedule = schedule or build_step(self.outline, settings)
-        schedules = (
-            self.schedule,
-            build_forward(self.outline, settings, Evaluate),
-            build_forward(self.outline, single, Predict),
-        )
-        for one, due in zip(schedules, (settings.micros, settings.micros, 1), strict=True):
-            if one:
-                check(self.outline, one, settings.strategy, due)
-        sizes = {name: flat.total for name, flat in self.layouts.items()}
-        placements = [place(self.outline, one, sizes, comm.scratch_elements) for one in schedules]
+        #: element types of parameters, activations, gradients and sums
+        self.types = types = precision(dtype_name)
+        scratch, trained = comm.scratch_elements, optimizer is not None
+        steps = steps_of(self.outline, self.layouts, settings, types, scratch, trained=trained, schedule=schedule)
+        self.schedule = steps.schedules[0]
         layers = {id(stage.layer): stage.layer for stage in model.stages}.values()
         facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, settings])
         facts += str(self.layouts)
-        self._digests = [digest(one, facts) for one in schedules]
+        self._digests = [digest(one, facts) for one in steps.schedules]
         # Before ranks bind what others do not.
         compare(comm.exchange(b"".join(self._digests), "the start of an engine"))
 
-        kind = dtype(dtype_name)
-        peaks = None
-        if not planning:
+        if planned is not None:
+            self.arena = Arena(ops, None, poison)
+        else:
             plan = Engine.rehearsed(
-                model, comm, ops, optimizer, single, micro_batch=micro_batch, dtype_name=dtype_name
-            )
-            peaks = plan.arena.peaks()
-        self.arena: Arena = Arena(ops, peaks, poison)
+                model, comm, ops, optimizer, settings, micro_batch=micro_batch, dtype_name=dtype_name, planned=steps,
+                schedule=schedule,
+            )  # fmt: skip
+            peaks, reserved = plan.arena.peaks(), plan.arena.reserved()
+            self.arena = memory_together(comm, lambda: Arena(ops, peaks, poison, reserved, comm.allocate))
         #: names of what the optimiser keeps for each element
         self.states = optimizer.states if optimizer is not None else ()
         self.state = make_state(
@@ -127,7 +120,7 @@ class Engine:
             self.layouts,
             self.arena,
             ops,
-            kind,
+            types,
             self.states,
             trained=optimizer is not None,
             sharded=sharded,
@@ -135,29 +128,32 @@ class Engine:
         )
         initialise(self.state, ops, seed)
         self._runner = Runner(
-            model, ops, self.arena, kind, micro_batch=micro_batch, seed=seed, rank=comm.rank, size=comm.size
+            model, ops, self.arena, types, micro_batch=micro_batch, seed=seed, rank=comm.rank, size=comm.size
         )
-        regions = self._regions(placements, kind)
+        regions = (planned or steps).regions
         compiler = Compiler(
             model,
             self.outline,
             self.layouts,
             self.state,
-            regions,
+            Regions(**{name: self.arena.reserve(name, size, dtype("uint8")) for name, size in regions.items()}),
             comm,
             ops,
             self.arena,
             self._runner,
+            types=types,
+            gradient_types=steps.gradient_types,
             resident=not sharded,
         )
         hooks = (self._agree, self._update, self._predict)
         self._train, self._eval, self._pred = (
-            compiler.compile(one, placed, *hooks) for one, placed in zip(schedules, placements, strict=True)
+            compiler.compile(one, placed, *hooks) for one, placed in zip(steps.schedules, steps.placements, strict=True)
         )
         nominal = global_batch * math.prod(model.target_shape)
         #: a power of two near 1 / targets, so that gradients stay near one in size before they are divided
         self._scale = 2.0 ** -round(math.log2(max(1, nominal)))
-        self._logits = self.arena.reserve("workspace", self._head_outputs(), kind).reshape(1, -1)
+        self._logits = self.arena.reserve("workspace", self._head_outputs(), types.kind).reshape(1, -1)
+        self._squares = self.arena.reserve("workspace", EXACT_WORDS, dtype("int64"))
         self.steps = 0
         self.updates = 0
         #: whether :meth:`close` closes the communicator
@@ -178,14 +174,6 @@ class Engine:
             raise EngineError(f"the last stage, {self.model.stages[-1].name}, is no LossLayer")
         return head.outputs()
 
-    def _regions(self, placements: list[Placement], kind: np.dtype[np.generic]) -> Regions:
-        own = self.comm.allocate
-        return Regions(
-            self.arena.reserve("gathered", max(p.gathered_size for p in placements), kind, own),
-            self.arena.reserve("unreduced", max(p.unreduced_size for p in placements), kind, own),
-            self.arena.reserve("staging", max(p.scratch_size for p in placements), kind, own),
-        )
-
     @classmethod
     def rehearsed(
         cls,
@@ -197,14 +185,24 @@ class Engine:
         *,
         micro_batch: int,
         dtype_name: str = "float32",
+        planned: Steps | None = None,
+        schedule: tuple[Instruction, ...] | None = None,
     ) -> Engine:
         """Return an engine without memory that has run every kind of step once, on shapes.
 
-        Its :meth:`memory` is, to the byte, that of the engine which ``comm`` and ``ops`` would make.
-        One micro-batch is enough: each uses the same frames.
+        Its :meth:`memory` is, to the byte, that of the engine which ``comm`` and ``ops`` would make. It runs one
+        micro-batch, since each uses the same frames, and has room for what ``settings.micros`` of them keep in
+        flight, or for what ``planned`` does. A ``schedule`` of one's own is run whole.
         """
+        types = precision(dtype_name)
+        ops.prepare(types.kind)
+        if planned is None:
+            layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
+            trained, scratch = optimizer is not None, comm.scratch_elements
+            planned = steps_of(outline_of(model), layouts, settings, types, scratch, trained=trained)
         shapes = ShapeOps(ops.own_bytes)
         dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
+        dry.own_bytes = comm.own_bytes
         plan = cls(
             model,
             dry,
@@ -212,15 +210,16 @@ class Engine:
             optimizer,
             settings,
             micro_batch=micro_batch,
-            global_batch=micro_batch * comm.size,
+            global_batch=micro_batch * comm.size * (settings.micros if schedule else 1),
             seed=0,
             dtype_name=dtype_name,
-            planning=True,
+            planned=planned,
+            schedule=schedule,
         )
-        if optimizer is not None:
-            plan.step(None, lr=0.0)
         plan.evaluate(None)
         plan._forward_one(0)
+        if optimizer is not None:
+            plan.step(None, lr=0.0)
         return plan
 
     # --- steps
@@ -276,16 +275,15 @@ class Engine:
     def predict(self, sample: Array, position: int) -> Array:
         """Return the predictions (outputs,) at one position of one sample. Collective: every rank gives the same.
 
-        The array is overwritten by the next call.
+        A host array, which the next call may overwrite; fp32 where the engine computes in 16 bits.
 
         Raises:
             ConfigError: on every rank, when the sample or the position of any of them does not fit the model.
         """
         self.entry.meet("a prediction", prediction_problem(sample, position, self.model))
-        self.ops.copy(sample, self._runner.inputs[0])
+        self._runner.give(sample)
         self._forward_one(position)
-        logits: Array = self._logits[0]
-        return logits
+        return self.ops.fetch(self._logits[0]).astype(self.types.wide, copy=False)
 
     def _forward_one(self, position: int) -> None:
         self._position = int(position)
@@ -319,20 +317,22 @@ class Engine:
             self._running.digest(),
             self.steps,
             squares,
-            runner.loss,
+            runner.loss(),
             runner.targets_seen,
             self._more,
             stop,
         )
 
     def _agree(self) -> None:
-        squares = ExactSum()
+        self.ops.fill(self._squares, 0)
         for part in self.state.values():
             own = part.slice_of("grad")
             with self.arena.workspace.frame():
                 partial = self.arena.workspace.push((own.size // CHUNK,), np.dtype(np.float64))
                 self.ops.square_sums(own, part.layout.silent_within(part.own.start, part.own.stop), partial)
-                squares.add(partial)
+                self.ops.exact_sum(partial, self._squares)
+        squares = ExactSum()
+        squares.add_words(self.ops.fetch(self._squares))
         stop = bool(self._stop() if callable(self._stop) else self._stop)
         report = self._report(self._digests[0], squares, stop=stop)
         known = combine(self.comm.exchange(report.pack(), "the end of a step"))
@@ -353,6 +353,8 @@ class Engine:
         part = self.state[unit]
         segments = part.segments(self.optimizer.decay)
         self.optimizer.update(self.ops, part.arrays, segments, self._factor, self._lr, self.updates + 1)
+        if not getattr(self.optimizer, "writes_cast", False):
+            part.refresh(self.ops)
 
     def _predict(self, index: int, params: Mapping[str, Array]) -> None:
         self._runner.predict(index, self._position, params, self._logits)
@@ -371,12 +373,14 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes this rank holds, by category."""
-        return self.arena.held()
+        held = self.arena.held()
+        held["staging"] += self.comm.own_bytes
+        return held
 
     def parameter(self, name: str) -> Array:
         """Return a fresh copy of a whole parameter by its public name, on every rank. Collective."""
         self.entry.meet("reading a parameter", name_problem(name))
-        return whole_parameter(self.state, self.comm, name)
+        return whole_parameter(self.state, self.comm, self.ops, name)
 
     def close(self) -> None:
         """Give back the communicator where it was made for this engine alone. Collective; again is free.

@@ -10,23 +10,43 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 
 from mpishard.comm.base import Communicator
 from mpishard.comm.frames import INLINE
+from mpishard.comm.together import together
 from mpishard.errors import ConfigError, EngineError
 from mpishard.nn.model import Model
 from mpishard.shard.feed import DIGEST_BYTES, Batch, sample_problem
 
-__all__ = ["Entry", "feed_problem", "name_problem", "number", "prediction_problem", "rate_problem"]
+__all__ = ["Entry", "feed_problem", "memory_together", "name_problem", "number", "prediction_problem", "rate_problem"]
 
+_Taken = TypeVar("_Taken")
 _KIND = 16
 _PROBLEM = INLINE - _KIND - DIGEST_BYTES
 #: what kind of feed, the digest of its values, and what is wrong; it fits in the exchange's frame
 _RECORD = struct.Struct(f"<{_KIND}s{DIGEST_BYTES}s{_PROBLEM}s")
+
+
+def memory_together(comm: Communicator, take: Callable[[], _Taken]) -> _Taken:
+    """Return what ``take`` takes. Collective.
+
+    Raises:
+        ConfigError: on all ranks, when one of them has no room for it.
+    """
+
+    def attempt() -> _Taken:
+        try:
+            return take()
+        except MemoryError as error:
+            problem = f"rank {comm.rank} cannot get its memory ({error})"
+            raise ConfigError(f"{problem}; use more ranks or a smaller batch") from None
+
+    return together(comm, attempt)
 
 
 class Entry:

@@ -19,7 +19,7 @@ from mpishard.nn.embedding import Embedding
 from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 
-__all__ = ["DIGEST_BYTES", "Batch", "batch", "sample_problem"]
+__all__ = ["DIGEST_BYTES", "Batch", "batch", "numbers_problem", "sample_problem"]
 
 DIGEST_BYTES = 16
 
@@ -79,6 +79,14 @@ def batch(inputs: ArrayLike, targets: ArrayLike) -> Batch:
     the ranks give different batches.
     """
     return Batch(np.asarray(inputs), np.asarray(targets))
+
+
+def numbers_problem(inputs: Array, targets: Array, model: Model) -> str:
+    """Say which token or target of a micro-batch there is none; empty where all are."""
+    head = model.stages[-1].layer
+    if isinstance(head, LossLayer) and (found := _outside(targets[targets != IGNORE], head.outputs() - 1)):
+        return f"the data hold the target {found}; the model takes 0 to {head.outputs() - 1}, or {IGNORE}"
+    return _input_problem(inputs, model, "inputs of the data are", "an input of the data is")
 
 
 def sample_problem(sample: Array, model: Model) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpishard.array.numpy_ops import NumpyOps
+from mpishard.array.device import operations
+from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.launch import communicator, leave_together
 from mpishard.comm.together import same_on_all_ranks, together
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["full_shard"]
 
-_DTYPES = ("float32", "float64")
+_DTYPES = ("float32", "float64", "bfloat16")
+#: the command line's words for them
+_SHORT = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def full_shard(
@@ -35,6 +38,8 @@ def full_shard(
     prefetch: int = 1,
     recompute: str = "none",
     dtype: str = "float32",
+    device: str = "auto",
+    transport: str = "auto",
     poison: bool = False,
 ) -> Engine:
     """Return an engine that trains ``model`` with every rank of ``comm`` holding 1/N of it. Collective.
@@ -50,7 +55,12 @@ def full_shard(
         strategy: ``full_shard`` (ZeRO-3; Rajbhandari et al. 2020, section 5), or ``no_shard``, replicated.
         prefetch: units that are gathered ahead of the one that computes.
         recompute: ``none``, or ``block``: stages keep only their input for backward (Chen et al. 2016).
-        dtype: float32 or float64, of parameters, gradients and activations.
+        dtype: float32 or float64, of parameters, gradients and activations; bfloat16 computes in 16 bits and keeps
+            masters, gradient shards and moments in float32.
+        device: ``cpu``, ``cuda`` (one GPU a rank), or ``auto``: cuda where CuPy finds a GPU. Feeds and what the engine
+            returns are NumPy arrays all the same.
+        transport: how GPUs talk: ``mpi`` (needs a GPU-aware MPI), ``staged``, ``nccl``, or ``auto``; see docs/gpus.md.
+            A Communicator brings its device and transport with it.
         poison: fill released memory with NaN; slow, finds layers that read what they must not.
 
     Nothing is installed in the process: exceptions, signals and output remain the program's. An exception on
@@ -62,8 +72,14 @@ def full_shard(
         ConfigError: on every rank, when an argument is wrong or the ranks give different ones.
         CommError: on every rank, when models or optimisers differ.
     """
-    ops = NumpyOps()
-    ranks = communicator(comm, ops)
+
+    def make_ops(local_rank: int | None) -> Ops:
+        return operations(device, local_rank)
+
+    dtype = _SHORT.get(dtype, dtype)
+    if isinstance(comm, Communicator) and device != "auto":
+        raise ConfigError(f"device is {device!r} and comm is a Communicator, which brings its own; leave it out")
+    ranks = communicator(comm, make_ops, transport)
     numbers = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed, "prefetch": prefetch}
     words = {"strategy": strategy, "recompute": recompute, "dtype": dtype}
 
@@ -85,7 +101,7 @@ def full_shard(
         engine = Engine(
             model,
             ranks,
-            ops if ranks is not comm else ranks.ops,
+            ranks.ops,
             optimizer,
             found,
             micro_batch=micro_batch,

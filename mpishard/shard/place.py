@@ -8,20 +8,28 @@ into slots above it, as many as are ever alive together, and none is inflated to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from mpishard.shard.instructions import Absorb, Backward, Gather, Instruction, Loss, Outline, Reduce, Release
 
-__all__ = ["Placement", "place"]
+__all__ = ["Placement", "Sizes", "place"]
 
 _Key = TypeVar("_Key")
 
 
+class Sizes(NamedTuple):
+    """Bytes of one unit's buffers: its parameters, its gradient, and what reducing that needs beside it."""
+
+    gathered: int
+    unreduced: int
+    staging: int
+
+
 @dataclass(frozen=True)
 class _Lifetime:
-    """A buffer of ``size`` elements that is alive from instruction ``start`` to ``stop``, both included."""
+    """A buffer of ``size`` bytes that is alive from instruction ``start`` to ``stop``, both included."""
 
     start: int
     stop: int
@@ -30,34 +38,27 @@ class _Lifetime:
 
 @dataclass(frozen=True)
 class Placement:
-    """Offsets in elements, by the index of the instruction that begins a buffer's life; and regions' sizes.
+    """Offsets in bytes, by the index of the instruction that begins a buffer's life; and regions' sizes.
 
     Attributes:
-        gathered: Gather's index -> offset in the region of ``gathered_size`` elements.
+        gathered: Gather's index -> offset in the region of ``gathered_size`` bytes.
         unreduced: index of the first Loss or Backward that touches a unit's gradient -> {unit: offset}.
-        scratch: Reduce's index -> offset in the region of ``scratch_size`` elements.
+        staging: Reduce's index -> offset in the region of ``staging_size`` bytes.
     """
 
     gathered: Mapping[int, int]
     unreduced: Mapping[int, Mapping[str, int]]
-    scratch: Mapping[int, int]
+    staging: Mapping[int, int]
     gathered_size: int
     unreduced_size: int
-    scratch_size: int
+    staging_size: int
 
 
-def place(
-    outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, int], scratch: Callable[[int], int]
-) -> Placement:
-    """Place the buffers of a legal schedule.
-
-    Args:
-        sizes: unit -> elements of its flat buffer.
-        scratch: elements of a reduce-scatter -> elements of scratch it needs.
-    """
+def place(outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, Sizes]) -> Placement:
+    """Place the buffers of a legal schedule; ``sizes`` by unit."""
     gathered: dict[int, _Lifetime] = {}
     unreduced: dict[tuple[int, str], _Lifetime] = {}
-    scratches: dict[int, _Lifetime] = {}
+    staging: dict[int, _Lifetime] = {}
     values: dict[str, int] = {}
     gradients: dict[str, int] = {}
     reductions: dict[str, int] = {}
@@ -66,7 +67,7 @@ def place(
             values[step.unit] = i
         elif isinstance(step, Release):
             start = values.pop(step.unit)
-            gathered[start] = _Lifetime(start, i, sizes[step.unit])
+            gathered[start] = _Lifetime(start, i, sizes[step.unit].gathered)
         elif isinstance(step, Loss | Backward):
             for unit in outline.stage(step.stage).gradient_units:
                 gradients.setdefault(unit, i)
@@ -74,16 +75,16 @@ def place(
             reductions[step.unit] = i
         elif isinstance(step, Absorb):
             start = gradients.pop(step.unit)
-            unreduced[start, step.unit] = _Lifetime(start, i, sizes[step.unit])
+            unreduced[start, step.unit] = _Lifetime(start, i, sizes[step.unit].unreduced)
             start = reductions.pop(step.unit)
-            scratches[start] = _Lifetime(start, i, scratch(sizes[step.unit]))
+            staging[start] = _Lifetime(start, i, sizes[step.unit].staging)
     gathered_at, gathered_size = _largest_first(gathered)
     unreduced_at, unreduced_size = _largest_first(unreduced)
-    scratch_at, scratch_size = _largest_first(scratches)
+    staging_at, staging_size = _largest_first(staging)
     opened: dict[int, dict[str, int]] = {}
     for (index, unit), offset in unreduced_at.items():
         opened.setdefault(index, {})[unit] = offset
-    return Placement(gathered_at, opened, scratch_at, gathered_size, unreduced_size, scratch_size)
+    return Placement(gathered_at, opened, staging_at, gathered_size, unreduced_size, staging_size)
 
 
 def _largest_first(lifetimes: Mapping[_Key, _Lifetime]) -> tuple[dict[_Key, int], int]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mpishard.array.arena import Arena
-from mpishard.array.dtypes import Array
+from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Work
 from mpishard.nn.layer import Gradient
@@ -34,6 +34,7 @@ from mpishard.shard.instructions import (
 )
 from mpishard.shard.layout import Layout
 from mpishard.shard.place import Placement
+from mpishard.shard.precision import Precision
 from mpishard.shard.runner import Runner
 from mpishard.shard.state import State
 
@@ -52,11 +53,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Regions:
-    """The buffers that communication touches."""
+    """The memory that communication touches, as bytes."""
 
     gathered: Array
     unreduced: Array
-    scratch: Array
+    staging: Array
 
 
 def views(flat: Array, layout: Layout) -> dict[str, Array]:
@@ -79,16 +80,20 @@ class Compiler:
         arena: Arena,
         runner: Runner,
         *,
+        types: Precision,
+        gradient_types: Mapping[str, DType],
         resident: bool,
     ) -> None:
         self.model, self.outline, self.layouts, self.state = model, outline, layouts, state
         self.regions, self.comm, self.ops, self.arena, self.runner = regions, comm, ops, arena, runner
+        self.types, self.gradient_types = types, gradient_types
         self._index = {stage.name: i for i, stage in enumerate(model.stages)}
         self._bound: dict[tuple[object, ...], Collective] = {}
         self._views: dict[tuple[str, str, int], dict[str, Array]] = {}
         self._works: dict[str, Work] = {}
+        copy = "cast" if types.mixed else "param"
         self._resident = (
-            {name: views(part.arrays["param"], layouts[name]) for name, part in state.items()} if resident else {}
+            {name: views(part.arrays[copy], layouts[name]) for name, part in state.items()} if resident else {}
         )
 
     def compile(
@@ -112,7 +117,7 @@ class Compiler:
             kind, mark = "compute", b""
             run: Callable[[], None]
             if isinstance(step, Gather):
-                buffer = self._cut(self.regions.gathered, step.unit, placement.gathered[i])
+                buffer = self._cut(self.regions.gathered, placement.gathered[i], step.unit, self.types.kind)
                 collective = self._gather(step.unit, placement.gathered[i], buffer)
                 values[step.unit] = self._view("gathered", step.unit, placement.gathered[i], buffer)
                 buffers[step.unit] = buffer
@@ -125,9 +130,9 @@ class Compiler:
                 run = partial(self._release, step.unit, buffers[step.unit])
             elif isinstance(step, Reduce):
                 offset, buffer = gradients[step.unit]
-                collective = self._reduce(step.unit, offset, placement.scratch[i], buffer)
-                run, kind = partial(self._start_reduce, step.unit, collective, step.add), "start"
-                mark = f"reduce {step.unit} {buffer.nbytes} {step.add}".encode()
+                collective, wire = self._reduce(step.unit, offset, placement.staging[i], buffer)
+                run, kind = partial(self._start_reduce, step.unit, collective, step.add, buffer, wire), "start"
+                mark = f"reduce {step.unit} {wire.nbytes} {step.add}".encode()
             elif isinstance(step, Absorb):
                 _, buffer = gradients.pop(step.unit)
                 run, kind = partial(self._absorb, step.unit, buffer), "wait"
@@ -143,15 +148,16 @@ class Compiler:
             else:
                 opened = placement.unreduced.get(i, {})
                 for unit, offset in opened.items():
-                    gradients[unit] = (offset, self._cut(self.regions.unreduced, unit, offset))
+                    kind_of = self.gradient_types[unit]
+                    gradients[unit] = (offset, self._cut(self.regions.unreduced, offset, unit, kind_of))
                 run = self._compute(step, values, gradients, list(opened), predict)
             actions.append(Action(step, kind, run, mark, short(step).encode()))
         return actions
 
     # --- memory and collectives, each made once
 
-    def _cut(self, region: Array, unit: str, offset: int) -> Array:
-        return region[offset : offset + self.layouts[unit].total]
+    def _cut(self, region: Array, offset: int, unit: str, kind: DType) -> Array:
+        return region[offset : offset + self.layouts[unit].total * kind.itemsize].view(kind)
 
     def _view(self, region: str, unit: str, offset: int, buffer: Array) -> dict[str, Array]:
         key = (region, unit, offset)
@@ -162,16 +168,26 @@ class Compiler:
     def _gather(self, unit: str, offset: int, buffer: Array) -> Collective:
         key = ("gather", unit, offset)
         if key not in self._bound:
-            self._bound[key] = self.comm.bind_all_gather(self.state[unit].arrays["param"], buffer)
+            part = self.state[unit]
+            shard = buffer[part.own] if self.types.mixed else part.arrays["param"]
+            self._bound[key] = self.comm.bind_all_gather(shard, buffer)
         return self._bound[key]
 
-    def _reduce(self, unit: str, offset: int, scratch: int, buffer: Array) -> Collective:
-        key = ("reduce", unit, offset, scratch)
+    def _reduce(self, unit: str, offset: int, staging: int, buffer: Array) -> tuple[Collective, Array]:
+        """Return the collective and what it reads: the gradient itself, or its copy in the type that travels.
+
+        The copy lies before the collective's scratch; both are this unit's until its Absorb.
+        """
+        wire, rest = buffer, staging
+        if buffer.dtype != self.types.kind:
+            wire = self._cut(self.regions.staging, staging, unit, self.types.kind)
+            rest += wire.nbytes
+        key = ("reduce", unit, offset, staging)
         if key not in self._bound:
-            size = self.comm.scratch_elements(buffer.size)
-            room = self.regions.scratch[scratch : scratch + size] if size else None
-            self._bound[key] = self.comm.bind_reduce_scatter(buffer, self.state[unit].slice_of("grad"), room)
-        return self._bound[key]
+            nbytes = self.comm.scratch_elements(wire.size) * wire.itemsize
+            room = self.regions.staging[rest : rest + nbytes].view(wire.dtype) if nbytes else None
+            self._bound[key] = self.comm.bind_reduce_scatter(wire, self.state[unit].slice_of("grad"), room)
+        return self._bound[key], wire
 
     # --- computing
 
@@ -229,16 +245,24 @@ class Compiler:
 
     def _start_gather(self, unit: str, collective: Collective, buffer: Array) -> None:
         self.arena.spoil(buffer)
+        if self.types.mixed:
+            part = self.state[unit]
+            self.ops.copy(part.arrays["param"], buffer[part.own])
         self._works[unit] = collective.start()
 
     def _await(self, unit: str) -> None:
         self._works[unit].wait()
 
     def _release(self, unit: str, buffer: Array) -> None:
-        self._works.pop(unit).released()
+        work = self._works.pop(unit)
+        work.released()
+        if self.types.mixed:
+            work.wait_inputs()  # peers read what this rank gave to the gather from this very buffer
         self.arena.spoil(buffer)
 
-    def _start_reduce(self, unit: str, collective: Collective, add: bool) -> None:
+    def _start_reduce(self, unit: str, collective: Collective, add: bool, buffer: Array, wire: Array) -> None:
+        if wire is not buffer:
+            self.ops.copy(buffer, wire)
         self._works["gradient of " + unit] = collective.start(add)
 
     def _absorb(self, unit: str, buffer: Array) -> None:

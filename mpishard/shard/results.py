@@ -35,7 +35,11 @@ class Optimizer(Protocol):
         lr: float,
         count: int,
     ) -> None:
-        """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update."""
+        """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update.
+
+        Where there is ``arrays["cast"]``, the engine rounds the new values into it, unless the optimiser has an
+        attribute ``writes_cast`` that is True and does it itself.
+        """
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpishard.array.arena import Arena, Stack
-from mpishard.array.constants import IGNORE
+from mpishard.array.constants import EXACT_WORDS, IGNORE
 from mpishard.array.dtypes import Array, DType, dtype
 from mpishard.array.ops import Draw, Ops
 from mpishard.array.random import stream
+from mpishard.errors import DataError
 from mpishard.nn.layer import Frame, Grads, Layer, LossLayer, Params
 from mpishard.nn.model import Model
 from mpishard.shard.exact import ExactSum
+from mpishard.shard.feed import numbers_problem
+from mpishard.shard.precision import Precision
 
 __all__ = ["Feed", "Runner", "StepContext"]
 
@@ -78,7 +81,7 @@ class Runner:
         model: Model,
         ops: Ops,
         arena: Arena,
-        dtype_: DType,
+        types: Precision,
         *,
         micro_batch: int,
         seed: int,
@@ -88,12 +91,11 @@ class Runner:
         self.model, self.ops, self.arena = model, ops, arena
         self.rank, self.size, self.micro_batch = rank, size, micro_batch
         self.rows = math.prod(model.target_shape)
-        self.context = StepContext(arena, dtype_, seed)
+        self.context = StepContext(arena, types.kind, seed)
         self.scale = 1.0
         self.feed: Feed | None = None
-        self.loss = ExactSum()
         self.targets_seen = 0
-        self._dtype = dtype_
+        self._dtype = types.kind
         samples = (micro_batch, *model.sample_shape)
         goals = (micro_batch, *model.target_shape)
         sample_type = dtype(model.sample_dtype)
@@ -101,11 +103,17 @@ class Runner:
         self.targets = arena.reserve("staging", math.prod(goals), dtype("int64")).reshape(goals)
         ops.fill(self.inputs, 0)
         ops.fill(self.targets, 0)
-        self._losses = arena.reserve("workspace", math.prod(goals), dtype_)
+        #: where a feed writes: the arrays themselves, or their like in host memory
+        self.host_inputs, self.host_targets = ops.host_like(self.inputs), ops.host_like(self.targets)
+        self._samples = self.inputs
+        if "float" in model.sample_dtype and sample_type != types.kind:
+            self._samples = arena.reserve("workspace", math.prod(samples), types.kind).reshape(samples)
+        self._losses = arena.reserve("workspace", math.prod(goals), types.wide)
         widest = max(math.prod(shape) for shape in self._shapes(samples))
-        self._flow = [arena.reserve("workspace", widest, dtype_) for _ in range(2)]
-        self._total = np.zeros(1)
-        self._x: Array = self.inputs
+        self._flow = [arena.reserve("workspace", widest, types.kind) for _ in range(2)]
+        self._total = arena.reserve("workspace", 1, dtype("float64"))
+        self._loss_words = arena.reserve("workspace", EXACT_WORDS, dtype("int64"))
+        self._x: Array = self._samples
         self._frames: dict[int, tuple[int, Array, Array, int, Any]] = {}
         self._turn = 0
 
@@ -123,8 +131,14 @@ class Runner:
         self.feed, self.scale = feed, scale
         self.context.step, self.context.training = step, training
         self.context.kept = self.arena.saved if training else self.arena.workspace
-        self.loss = ExactSum()
+        self.ops.fill(self._loss_words, 0)
         self.targets_seen = 0
+
+    def loss(self) -> ExactSum:
+        """Return the sum of the losses since the step began; waits until they are computed."""
+        total = ExactSum()
+        total.add_words(self.ops.fetch(self._loss_words))
+        return total
 
     def _enter(self, index: int, micro: int) -> None:
         self.context.stage = self.model.stages[index].name
@@ -159,8 +173,23 @@ class Runner:
 
     def _read(self, micro: int) -> Array:
         if self.feed is not None:
-            self.feed(micro * self.size + self.rank, self.inputs, self.targets)
-        return self.inputs
+            self.feed(micro * self.size + self.rank, self.host_inputs, self.host_targets)
+            if self.host_inputs is not self.inputs:
+                self._check_numbers()  # a device cannot refuse what it is given
+            self.ops.upload(self.host_targets, self.targets)
+            self.ops.upload(self.host_inputs, self.inputs)
+        if self._samples is not self.inputs:
+            self.ops.copy(self.inputs, self._samples)
+        return self._samples
+
+    def _check_numbers(self) -> None:
+        if problem := numbers_problem(self.host_inputs, self.host_targets, self.model):
+            raise DataError(f"{problem}; mend the data, or make a model for them")
+
+    def give(self, sample: Array) -> None:
+        """Take one sample, the first of a micro-batch without feed."""
+        np.copyto(self.host_inputs[0], sample, casting="same_kind")
+        self.ops.upload(self.host_inputs, self.inputs)
 
     def recompute(self, index: int, micro: int, params: Params) -> None:
         """Forward again; the stage's output is on top of ``saved``."""
@@ -185,8 +214,8 @@ class Runner:
                 self.ops, self.context, params, grads, self._x, self.targets, self._losses, self.scale, dx
             )
         self.ops.sum64(self._losses, self._total)
-        self.loss.add(self._total)
-        flat = self.targets.reshape(-1)
+        self.ops.exact_sum(self._total, self._loss_words)
+        flat = self.host_targets.reshape(-1)
         for start in range(0, flat.size, 32768):
             self.targets_seen += int(np.count_nonzero(flat[start : start + 32768] != IGNORE))
         if dx is not None:
@@ -212,6 +241,8 @@ class Runner:
         layer = self.model.stages[index].layer
         assert isinstance(layer, LossLayer)
         self._enter(index, 0)
+        if index == 0:
+            self._x = self._read(0)
         row = self._x[0].reshape(self.rows, -1)[position : position + 1]
         with self.arena.workspace.frame():
             layer.predict(self.ops, self.context, params, row, logits)

@@ -175,7 +175,8 @@ def _with_gathers(outline: Outline, steps: list[Instruction], prefetch: int) -> 
             last[unit] = i
     streams = [(i, [u for u in units if u not in kept]) for i, units in readers]
     streams = [(i, units) for i, units in streams if units]
-    windows = {i: _window(streams, n, prefetch) for n, (i, _) in enumerate(streams)}
+    different = len({unit for _, units in streams for unit in units})
+    windows = {i: _window(streams, n, prefetch, different) for n, (i, _) in enumerate(streams)}
     following = {i: windows[then] for (i, _), (then, _) in itertools.pairwise(streams)}
     following |= {i: [] for i, _ in streams[-1:]}
     # A kept unit sets out one reader ahead of its first use, where anything may be in flight ahead.
@@ -216,10 +217,10 @@ def _with_gathers(outline: Outline, steps: list[Instruction], prefetch: int) -> 
     return result
 
 
-def _window(streams: list[tuple[int, list[str]]], start: int, prefetch: int) -> list[str]:
-    """Return the units of stream ``start`` and the next ``prefetch`` different ones after them."""
+def _window(streams: list[tuple[int, list[str]]], start: int, prefetch: int, different: int) -> list[str]:
+    """Return the units of stream ``start`` and the next ``prefetch`` others; there are ``different`` ones in all."""
     window = list(streams[start][1])
-    size = len(window) + prefetch
+    size = min(len(window) + prefetch, different)
     for later in range(start + 1, len(streams)):  # no slice: it would copy the rest of the step for every reader
         for unit in streams[later][1]:
             if len(window) >= size:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpishard.array.arena import Arena
-from mpishard.array.dtypes import Array, DType
+from mpishard.array.dtypes import Array
 from mpishard.array.ops import Draw, Ops
 from mpishard.array.random import stream
 from mpishard.nn.model import Model, Unit
 from mpishard.shard.layout import Layout, Piece
+from mpishard.shard.precision import Precision
 
-__all__ = ["State", "UnitState", "fingerprint", "initialise", "make_state", "own_pieces"]
+__all__ = ["State", "UnitState", "fingerprint", "initialise", "make_state", "own_pieces", "refresh"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class UnitState:
         start, stop: the elements of the flat buffer that this rank holds.
         own: those that it reduces: its 1/N, counted in the flat buffer.
         arrays: ``param`` and, where the model is trained, ``grad`` and the optimiser's states by name, each
-            (stop - start,).
+            (stop - start,); ``cast``, the parameters in the narrower type that they are computed with, where that
+            copy is kept.
     """
 
     unit: Unit
@@ -45,6 +47,11 @@ class UnitState:
         """Return this rank's 1/N of one of the arrays."""
         return self.arrays[name][self.own.start - self.start : self.own.stop - self.start]
 
+    def refresh(self, ops: Ops) -> None:
+        """Round parameters that have changed into their narrower copy, where there is one."""
+        if "cast" in self.arrays:
+            ops.copy(self.arrays["param"], self.arrays["cast"])
+
     def segments(self, decay: float) -> tuple[tuple[int, int, float], ...]:
         """Return (start, stop, decay) of the trainable elements."""
         return tuple((p.offset, p.end, decay if p.slot.decay else 0.0) for p in self.pieces if p.slot.trainable)
@@ -58,7 +65,7 @@ def make_state(
     layouts: Mapping[str, Layout],
     arena: Arena,
     ops: Ops,
-    dtype: DType,
+    types: Precision,
     names: tuple[str, ...],
     *,
     trained: bool,
@@ -73,10 +80,13 @@ def make_state(
         sharded: hold 1/N of each unit, else all of it.
     """
     sizes = {unit.name: (layouts[unit.name].shard if sharded else layouts[unit.name].total) for unit in model.units}
-    blocks = {"param": arena.reserve("parameters", sum(sizes.values()), dtype)}
+    total, wide = sum(sizes.values()), types.wide
+    blocks = {"param": arena.reserve("masters" if types.mixed else "parameters", total, wide)}
+    if types.mixed and not sharded:
+        blocks |= {"cast": arena.reserve("parameters", total, types.kind)}
     if trained:
-        blocks |= {"grad": arena.reserve("gradients", sum(sizes.values()), dtype)}
-    blocks |= {name: arena.reserve("optimizer", sum(sizes.values()), dtype) for name in names}
+        blocks |= {"grad": arena.reserve("gradients", total, wide)}
+    blocks |= {name: arena.reserve("optimizer", total, wide) for name in names}
     for block in blocks.values():
         ops.fill(block, 0.0)
     state: State = {}
@@ -91,6 +101,12 @@ def make_state(
     return state
 
 
+def refresh(state: State, ops: Ops) -> None:
+    """Round parameters that were changed by other than the optimiser into their narrower copies."""
+    for part in state.values():
+        part.refresh(ops)
+
+
 def initialise(state: State, ops: Ops, seed: int) -> None:
     """Draw this rank's part of the initial values; no number depends on the number of ranks."""
     for part in state.values():
@@ -102,6 +118,7 @@ def initialise(state: State, ops: Ops, seed: int) -> None:
                 ops.normal(out, Draw(seed, stream(part.unit.prefix + spec.name), 0, piece.start), spec.std)
             else:
                 ops.fill(out, spec.value)
+    refresh(state, ops)
 
 
 def own_pieces(state: State) -> Iterator[tuple[UnitState, Piece]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mpishard.array.dtypes import Array
+from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.together import same_on_all_ranks
 from mpishard.errors import ConfigError
@@ -19,8 +18,8 @@ def parameter_names(state: State) -> tuple[str, ...]:
     return tuple(_name(part, slot) for part in state.values() for slot in part.layout.slots)
 
 
-def whole_parameter(state: State, comm: Communicator, name: str) -> Array:
-    """Return a fresh array with the values of a parameter, in its shape. Collective; every rank gets all of it.
+def whole_parameter(state: State, comm: Communicator, ops: Ops, name: str) -> Array:
+    """Return a fresh host array with the values of a parameter, in its shape. Collective; every rank gets all of it.
 
     Shards are sent one after another, so nothing but the result is held.
 
@@ -35,16 +34,16 @@ def whole_parameter(state: State, comm: Communicator, name: str) -> Array:
         raise ConfigError(f"the model has no parameter {name!r}; it has {some}")
     ((part, slot),) = found
     values = part.arrays["param"]
-    flat = np.empty(slot.size, values.dtype)
+    flat = ops.empty(slot.size, values.dtype)
     for piece in part.pieces:
         if piece.slot is slot:
-            flat[piece.start : piece.stop] = values[piece.offset : piece.end]
+            ops.copy(values[piece.offset : piece.end], flat[piece.start : piece.stop])
     if values.size < part.layout.total:  # sharded: the others hold the rest
         for rank in range(comm.size):
             for piece in part.layout.pieces(rank * part.layout.shard, (rank + 1) * part.layout.shard):
                 if piece.slot is slot:
                     comm.broadcast(flat[piece.start : piece.stop], rank)
-    return flat.reshape(slot.shape)
+    return ops.fetch(flat).reshape(slot.shape)
 
 
 def _name(part: UnitState, slot: Slot) -> str:

@@ -2,7 +2,8 @@
 
 A check is called with one rank's communicator, on all its ranks at once, and raises ContractError where a promise is
 broken. A transport of one's own passes when :func:`check_communicator` returns on every rank, on 1, 2, 3 and 4 ranks.
-The promises are described in :mod:`mpishard.comm.base`.
+The promises are described in :mod:`mpishard.comm.base`. Arrays are the transport's own, written and read through its
+operations, so they may be on a device.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from mpishard.comm.base import Communicator
 from mpishard.comm.frames import FRAME_BYTES
 from mpishard.errors import CommError, ConfigError
 from mpishard.testing.contract import ContractError, refused, require
-from mpishard.testing.rounds import Gather, Reduce, data, ordered, pair, put, room, same
+from mpishard.testing.rounds import Gather, Reduce, data, ordered, pair, put, read, room, same, write
 
 __all__ = ["CHECKS", "FLOATS", "Check", "check_communicator"]
 
 Check: TypeAlias = Callable[[Communicator], None]
 #: name -> check
 CHECKS: dict[str, Check] = {}
-#: types that can be summed
-FLOATS = ("float16", "float32", "float64")
+#: types that can be summed; float16 on the host alone
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 _SIZES = (0, 1, 7, 1000)  # elements of a shard
 _Bind: TypeAlias = Callable[[], object]
@@ -46,6 +47,10 @@ def check_communicator(comm: Communicator) -> None:
             raise ContractError(f"{name}: {error}") from error
 
 
+def _floats(comm: Communicator) -> list[str]:
+    return [name for name in FLOATS if not (comm.on_device and name == "float16")]
+
+
 def _check(function: Check) -> Check:
     CHECKS[function.__name__.lstrip("_")] = function
     return function
@@ -60,12 +65,12 @@ def _all_gather(comm: Communicator) -> None:
             gather.collective.start().wait_inputs()
             gather.check(round_)
             if not in_place:
-                same(gather.input, gather.values(comm.rank, round_), "the input of the all-gather")
+                same(read(comm, gather.input), gather.values(comm.rank, round_), "the input of the all-gather")
 
 
 @_check
 def _reduce_scatter(comm: Communicator) -> None:
-    for name, count, add in itertools.product(FLOATS, _SIZES, [False, True]):
+    for name, count, add in itertools.product(_floats(comm), _SIZES, [False, True]):
         reduce = Reduce(comm, count, DTYPES[name])
         for round_ in range(2):
             reduce.fill(round_)
@@ -76,10 +81,10 @@ def _reduce_scatter(comm: Communicator) -> None:
 @_check
 def _negative_zero_is_written(comm: Communicator) -> None:
     full, out = room(comm, comm.size, DTYPES["float32"]), room(comm, 1, DTYPES["float32"])
-    full[:] = -0.0
+    write(comm, full, np.full(comm.size, -0.0, np.float32))
     scratch = room(comm, comm.scratch_elements(full.size), full.dtype)
     comm.bind_reduce_scatter(full, out, scratch).start().wait_inputs()
-    same(out, np.array([-0.0], np.float32), "a sum of negative zeros, of which the first is written")
+    same(read(comm, out), np.array([-0.0], np.float32), "a sum of negative zeros, of which the first is written")
 
 
 @_check
@@ -87,7 +92,8 @@ def _results_stay_inside_out(comm: Communicator) -> None:
     whole = room(comm, 5 * comm.size + 32, DTYPES["float32"])
     shard = put(comm, data(5, DTYPES["float32"], comm.rank))
     comm.bind_all_gather(shard, whole[16:-16]).start().wait_inputs()
-    guards = np.concatenate([whole[:16], whole[-16:]])
+    found = read(comm, whole)
+    guards = np.concatenate([found[:16], found[-16:]])
     same(guards.view(np.uint8), np.full(128, 0xA5, np.uint8), "the elements beside out")
 
 
@@ -96,7 +102,7 @@ def _broadcast(comm: Communicator) -> None:
     for root, dtype, count in itertools.product(range(comm.size), DTYPES.values(), _SIZES):
         array = put(comm, data(count, dtype, comm.rank))
         comm.broadcast(array, root)
-        same(array, data(count, dtype, root), f"broadcast of {dtype} x {count} from {root}")
+        same(read(comm, array), data(count, dtype, root), f"broadcast of {dtype} x {count} from {root}")
 
 
 @_check
@@ -107,9 +113,11 @@ def _broadcast_is_read_before_it_returns(comm: Communicator) -> None:
             time.sleep(0.01 * comm.rank)
         comm.broadcast(array, 0)
         if comm.rank == 0:
-            array[:] = np.nan
+            write(comm, array, np.full(5000, np.nan))
+            read(comm, array)  # a device has done it before the array is given back
         else:
-            same(array, data(5000, DTYPES["float64"], round_, 0), "a broadcast whose root overwrites its array")
+            expected = data(5000, DTYPES["float64"], round_, 0)
+            same(read(comm, array), expected, "a broadcast whose root overwrites its array")
 
 
 @_check
@@ -119,7 +127,7 @@ def _all_reduce(comm: Communicator) -> None:
         for _ in range(2):
             array = put(comm, arrays[comm.rank])
             comm.all_reduce(array)
-            same(array, ordered(arrays, 0, count, None), f"all_reduce of {name} x {count}")
+            same(read(comm, array), ordered(arrays, 0, count, None), f"all_reduce of {name} x {count}")
 
 
 @_check
@@ -209,13 +217,13 @@ def _input_is_free_only_after_wait_inputs(comm: Communicator) -> None:
                 flight.check(late)
             else:
                 work.wait_inputs()
-                flight.input[:] = np.array(0x7E7E, np.uint64).astype(flight.dtype)
+                write(comm, flight.input, np.full(flight.input.size, 0x7E7E, np.uint16).astype(flight.dtype))
             work.wait_inputs()
 
 
 @_check
 def _started_twice(comm: Communicator) -> None:
-    gather = pair(comm)[0]
+    gather, _ = pair(comm)
     gather.fill(0)
     work = gather.collective.start()
     with refused(CommError, "started again before"):
@@ -232,7 +240,7 @@ def _started_twice(comm: Communicator) -> None:
 
 @_check
 def _one_ranks_mistake_is_everybodys(comm: Communicator) -> None:
-    f2, f4, i8 = DTYPES["float16"], DTYPES["float32"], DTYPES["int64"]
+    f2, f4, i8, i4 = DTYPES["bfloat16"], DTYPES["float32"], DTYPES["int64"], np.dtype(np.int32)
     n = comm.size
     own = slice(comm.rank * 4, comm.rank * 4 + 4)
     wide = room(comm, 8 * n, f4)
@@ -240,29 +248,39 @@ def _one_ranks_mistake_is_everybodys(comm: Communicator) -> None:
     gather = comm.bind_all_gather
 
     def reduce(full: Array, out: Array, scratch: Array | None = None) -> None:
-        spare = room(comm, comm.scratch_elements(full.size), full.dtype) if scratch is None else scratch
+        spare = new(comm.scratch_elements(full.size), full.dtype) if scratch is None else scratch
         comm.bind_reduce_scatter(full, out, spare)
 
+    kept: list[Array] = []  # a device may still be at work on what was written last
+
     def new(count: int, dtype: DType = f4) -> Array:
-        return room(comm, count, dtype)
+        kept.append(room(comm, count, dtype))
+        return kept[-1]
 
     good_gather: _Bind = lambda: gather(new(4), new(4 * n))  # noqa: E731
     good_reduce: _Bind = lambda: reduce(new(4 * n), new(4))  # noqa: E731
     mistakes: list[tuple[_Bind, _Bind, str]] = [
         (good_gather, lambda: gather(new(4), new(4 * n + 1)), "out holds"),
         (good_gather, lambda: gather(new(4, f2), new(4 * n)), "must be of one type"),
-        (good_gather, lambda: gather(np.zeros(8, f4)[::2], new(4 * n)), "1-D contiguous"),
-        (good_gather, lambda: gather(np.zeros((2, 2), f4), new(4 * n)), "1-D contiguous"),
-        (good_gather, lambda: gather(np.zeros(4, np.int32), np.zeros(4 * n, np.int32)), "not in the table"),
+        (good_gather, lambda: gather(new(8)[::2], new(4 * n)), "1-D contiguous"),
+        (good_gather, lambda: gather(new(4).reshape(2, 2), new(4 * n)), "1-D contiguous"),
+        (good_gather, lambda: gather(new(4).view(i4), new(4 * n).view(i4)), "not in the table"),
         (good_gather, lambda: gather(wide[own.start + 1 : own.stop + 1], wide[: 4 * n]), "overlaps out"),
         (good_reduce, lambda: reduce(new(4 * n), new(5)), "full holds"),
         (good_reduce, lambda: reduce(new(4 * n, f2), new(4, f2)), "out must be float32"),
         (good_reduce, lambda: reduce(new(4 * n, i8), new(4, i8)), "cannot be summed"),
         (good_reduce, lambda: reduce(wide[: 4 * n], wide[own]), "never in place"),
         (lambda: comm.broadcast(new(3)), lambda: comm.broadcast(new(3), comm.size), "is not one of"),
-        (lambda: comm.broadcast(new(4)), lambda: comm.broadcast(np.zeros(8, f4)[::2]), "1-D contiguous"),
+        (lambda: comm.broadcast(new(4)), lambda: comm.broadcast(new(8)[::2]), "1-D contiguous"),
         (lambda: comm.all_reduce(new(4)), lambda: comm.all_reduce(new(4, f2)), "is needed"),
     ]
+    if comm.on_device:
+        host = np.zeros(4 * n, f4)
+        half = DTYPES["float16"]
+        mistakes += [
+            (good_gather, lambda: gather(new(4), host), "in host memory"),
+            (good_reduce, lambda: reduce(new(4 * n, half), new(4)), "cannot be computed with on a GPU"),
+        ]
     if comm.scratch_elements(4 * n):
         mistakes += [
             (good_reduce, lambda: reduce(new(4 * n), new(4), new(4 * n - 1)), "are needed"),
@@ -356,7 +374,9 @@ def _tallies(comm: Communicator) -> None:
         "broadcast": (0, 0),
     }
     require(found == expected, f"calls and bytes are {found}, not {expected}")
-    comm.broadcast(room(comm, 10, DTYPES["float64"]))
+    array = room(comm, 10, DTYPES["float64"])
+    comm.broadcast(array)
+    read(comm, array)
     tally = comm.tallies["broadcast"]
     sent = tally.calls - before["broadcast"][0], tally.bytes - before["broadcast"][1]
     require(sent == (1, 80 if comm.rank == 0 else 0), f"a broadcast of 80 bytes counts as {sent}")
@@ -365,11 +385,14 @@ def _tallies(comm: Communicator) -> None:
 
 @_check
 def _waiting_is_measured(comm: Communicator) -> None:
-    gather, tally = pair(comm)[0], comm.tallies["all_gather"]
+    gather, _ = pair(comm)
     comm.barrier()
+    tally = comm.tallies["all_gather"]
     waited, busy = tally.waited, tally.busy
     if comm.rank == 0:
         time.sleep(0.05)
     gather.collective.start().wait_inputs()
+    read(comm, gather.out)  # a device counts what it has come to
+    tally = comm.tallies["all_gather"]
     seen = comm.rank == 0 or (tally.waited - waited > 0.03 and tally.busy - busy > 0.03)
     require(seen, "waiting 0.05 s for a late rank does not show in the tallies")

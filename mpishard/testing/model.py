@@ -91,6 +91,7 @@ def check_model(
             prefetch=way.prefetch,
             recompute=way.recompute,
             dtype="float64",
+            device="cpu" if comm is None else "auto",
             poison=True,
         )
 

@@ -1,23 +1,24 @@
 """Rounds of collectives whose result every rank can work out: ranks draw each other's data from seeds.
 
-All comparisons are of bits.
+All comparisons are of bits. Arrays of a transport may be on a device: they are written and read through its
+operations alone.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from mpishard.array.dtypes import DTYPES, Array, DType, accumulator
+from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, name_of
 from mpishard.comm.base import Collective, Communicator
 from mpishard.testing.contract import ContractError, require
 
-__all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "room", "same"]
+__all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "read", "room", "same", "write"]
 
 
 def data(count: int, dtype: DType, *seed: int) -> Array:
     """Draw numbers of very different size, so that another order of sums has other bits; any bits for integers."""
     rng = np.random.default_rng([count, *seed])
-    if dtype.kind == "f":
+    if "float" in name_of(dtype):
         return (rng.standard_normal(count) * 10.0 ** rng.uniform(-3, 3, count)).astype(dtype)
     return rng.integers(0, 256, count * dtype.itemsize, dtype=np.uint8).view(dtype)
 
@@ -44,15 +45,31 @@ def ordered(fulls: list[Array], start: int, count: int, before: Array | None) ->
 def room(comm: Communicator, count: int, dtype: DType) -> Array:
     """Return an array of the transport, filled with what no check sends."""
     array = comm.allocate(count, dtype)
-    array.view(np.uint8)[:] = 0xA5
+    write(comm, array, _rubbish(array, 0xA5))
     return array
 
 
 def put(comm: Communicator, values: Array) -> Array:
     """Return an array of the transport that holds ``values``."""
     array = room(comm, values.size, values.dtype)
-    array[:] = values
+    write(comm, array, values)
     return array
+
+
+def write(comm: Communicator, array: Array, values: Array) -> None:
+    """Write values from host memory into an array of the transport."""
+    host = comm.ops.host_like(array)
+    host[...] = values
+    comm.ops.upload(host, array)
+
+
+def read(comm: Communicator, array: Array) -> Array:
+    """Return the values of an array of the transport in host memory."""
+    return comm.ops.fetch(array)
+
+
+def _rubbish(array: Array, byte: int) -> Array:
+    return np.full(array.nbytes, byte, np.uint8).view(array.dtype)
 
 
 class Gather:
@@ -71,13 +88,14 @@ class Gather:
 
     def fill(self, round_: int) -> None:
         """Write this rank's input of a round, and rubbish into the output."""
-        self.out.view(np.uint8)[:] = 0x5A
-        self.input[:] = self.values(self.comm.rank, round_)
+        write(self.comm, self.out, _rubbish(self.out, 0x5A))
+        write(self.comm, self.input, self.values(self.comm.rank, round_))
 
     def check(self, round_: int, add: bool = False) -> None:
         """Compare the result of a round."""
         everyone = [self.values(rank, round_) for rank in range(self.comm.size)]
-        same(self.out, np.concatenate(everyone), f"all-gather of {self.dtype} x {self.count}, round {round_}")
+        what = f"all-gather of {self.dtype} x {self.count}, round {round_}"
+        same(read(self.comm, self.out), np.concatenate(everyone), what)
 
 
 class Reduce(Gather):
@@ -96,18 +114,19 @@ class Reduce(Gather):
 
     def fill(self, round_: int) -> None:
         """Write this rank's input of a round, and what it is added to."""
-        self.out[:] = self.before(round_)
-        self.input[:] = self.values(self.comm.rank, round_)
+        write(self.comm, self.out, self.before(round_))
+        write(self.comm, self.input, self.values(self.comm.rank, round_))
 
     def check(self, round_: int, add: bool = False) -> None:
         """Compare the result of a round, added or written."""
         fulls = [self.values(rank, round_) for rank in range(self.comm.size)]
         before = self.before(round_) if add else None
         expected = ordered(fulls, self.comm.rank * self.count, self.count, before)
-        same(self.out, expected, f"reduce-scatter of {self.dtype} x {self.count}, add={add}, round {round_}")
-        same(self.input, fulls[self.comm.rank], "the input of the reduce-scatter")
+        what = f"reduce-scatter of {self.dtype} x {self.count}, add={add}, round {round_}"
+        same(read(self.comm, self.out), expected, what)
+        same(read(self.comm, self.input), fulls[self.comm.rank], "the input of the reduce-scatter")
 
 
 def pair(comm: Communicator) -> tuple[Gather, Reduce]:
     """Return one of each, of odd sizes."""
-    return Gather(comm, 301, DTYPES["float32"], seed=1), Reduce(comm, 203, DTYPES["float16"], seed=2)
+    return Gather(comm, 301, DTYPES["float32"], seed=1), Reduce(comm, 203, DTYPES["bfloat16"], seed=2)

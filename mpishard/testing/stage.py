@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mpishard.array.arena import Arena
-from mpishard.array.dtypes import Array, DType
+from mpishard.array.dtypes import Array, DType, accumulator
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
 from mpishard.nn.layer import Grads, Layer, LossLayer
@@ -85,7 +85,7 @@ class Machine:
         mine = [problem.x, problem.dy, *problem.params.values(), *params.values(), *outputs]
         self.allow(mine if dx is None else [*mine, dx])
         if isinstance(layer, LossLayer):
-            losses: Array = self.array(problem.dy.shape, problem.kind).reshape(-1)
+            losses: Array = self.array(problem.dy.shape, accumulator(problem.kind)).reshape(-1)
             self.allow([losses], more=True)
             self.loss(layer, params, problem, losses, grads, dx)
             return losses

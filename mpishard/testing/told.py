@@ -23,7 +23,19 @@ __all__ = ["OPERATIONS", "OTHERS", "Handed", "Trial", "circumstances", "declared
 T = TypeVar("T")
 
 #: operations that are the engine's, the optimiser's and the communicators' own
-OTHERS = ("adamw", "empty", "fingerprint", "ordered_sum", "square_sums", "sum64")
+OTHERS = (
+    "adamw",
+    "empty",
+    "exact_sum",
+    "fetch",
+    "fingerprint",
+    "host_like",
+    "ordered_sum",
+    "prepare",
+    "square_sums",
+    "sum64",
+    "upload",
+)
 #: operations that layers may use, sorted
 OPERATIONS = tuple(
     sorted(name for name, value in vars(Ops).items() if name[0] != "_" and callable(value) and name not in OTHERS)

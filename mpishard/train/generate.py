@@ -100,7 +100,7 @@ def generate(source: Path, request: Request, comm: Communicator, told: Callable[
     model = gpt2(replace(sizes, sequence=window, positions=positions, dropout=0.0))
     settings = Settings()
     held = together(comm, lambda: planned_memory(model, comm, None, settings, 1))
-    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size))
+    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size, comm.ops))
     engine = Engine(model, comm, comm.ops, None, settings, micro_batch=1, global_batch=comm.size, seed=0)
     if (folder / "manifest.json").exists():
         load(engine, folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.errors import ArenaError, ConfigError
 from mpishard.nn.model import Model
@@ -23,7 +24,12 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 def planned_memory(
-    model: Model, comm: Communicator, optimizer: Optimizer | None, settings: Settings, micro_batch: int
+    model: Model,
+    comm: Communicator,
+    optimizer: Optimizer | None,
+    settings: Settings,
+    micro_batch: int,
+    dtype_name: str = "float32",
 ) -> dict[str, int]:
     """Return the bytes, by category, that this rank's engine will hold.
 
@@ -31,7 +37,9 @@ def planned_memory(
         ConfigError: the plan is larger than any address space.
     """
     try:
-        return Engine.rehearsed(model, comm, comm.ops, optimizer, settings, micro_batch=micro_batch).memory()
+        return Engine.rehearsed(
+            model, comm, comm.ops, optimizer, settings, micro_batch=micro_batch, dtype_name=dtype_name
+        ).memory()
     except ArenaError as error:
         raise ConfigError(f"{error}; use a smaller model or batch") from None
 
@@ -60,12 +68,17 @@ def thread_warning(ranks: int) -> str:
     )
 
 
-def check_room(held: int, ranks: int) -> None:
-    """Check that ``ranks`` ranks of this machine can hold ``held`` bytes each.
+def check_room(held: int, ranks: int, ops: Ops) -> None:
+    """Check that ``ranks`` ranks of this machine can hold ``held`` bytes each, or this one's GPU what is asked of it.
 
     Raises:
         ConfigError: they cannot.
     """
+    if ops.device != "cpu":
+        more = held - ops.own_bytes  # which was taken with the GPU
+        if more > ops.room:
+            raise ConfigError(f"a rank needs {size(more)} and its GPU has {size(ops.room)} left ({ops.device}); {LESS}")
+        return
     if held * ranks > room():
         raise ConfigError(
             f"a rank needs {size(held)} and {ranks} of them run on this machine, which has {size(room())}; {LESS}"

@@ -10,16 +10,22 @@ from mpishard.errors import ConfigError
 from mpishard.shard.dealing import divisors
 
 __all__ = [
+    "DTYPES",
     "CheckpointConfig",
     "CommConfig",
     "Config",
     "DataConfig",
     "DebugConfig",
+    "DeviceConfig",
     "ModelConfig",
     "OptimConfig",
+    "PrecisionConfig",
     "ShardConfig",
     "TrainConfig",
 ]
+
+#: precision.compute -> name of the element type
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class _Section(BaseModel):
@@ -115,6 +121,28 @@ class ShardConfig(_Section):
     )
 
 
+class PrecisionConfig(_Section):
+    """The element types. Masters, gradient shards, moments, losses and statistics are fp32 in each."""
+
+    compute: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="of gathered parameters, activations and gradients on their way; bf16 rounds where docs/"
+        "strategies-and-memory.md says",
+    )
+    tf32: bool = Field(
+        default=False, description="let a GPU round the factors of fp32 matrix products to 10 bits (TF32); faster"
+    )
+
+
+class DeviceConfig(_Section):
+    """Where the arrays are. With cuda each rank has a GPU of its own."""
+
+    kind: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto is cuda where CuPy finds a GPU, else cpu; --device sets it"
+    )
+    share: bool = Field(default=False, description="let ranks of a node share a GPU (for tests; NCCL cannot)")
+
+
 class TrainConfig(_Section):
     """How long, in what batches, and what is measured on the way."""
 
@@ -150,8 +178,10 @@ class CheckpointConfig(_Section):
 class CommConfig(_Section):
     """How the ranks talk."""
 
-    transport: Literal["auto", "mpi", "local"] = Field(
-        default="auto", description="auto is mpi under mpiexec and local (one rank, no MPI) without"
+    transport: Literal["auto", "mpi", "staged", "nccl", "local"] = Field(
+        default="auto",
+        description="auto is local (one rank, no MPI) for one process; for more it is mpi, or on GPUs staged (through "
+        "host memory) where MPI is not GPU-aware",
     )
     silence: float = Field(
         default=30.0,
@@ -173,6 +203,8 @@ class Config(_Section):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     shard: ShardConfig = ShardConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    device: DeviceConfig = DeviceConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     comm: CommConfig = CommConfig()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from mpishard.array.device import choose
 from mpishard.checkpoint import load, load_weights, newest, read_manifest
 from mpishard.comm.base import Communicator
 from mpishard.comm.together import on_rank_zero, same_on_all_ranks, together
@@ -17,6 +18,7 @@ from mpishard.data.loader import Batches
 from mpishard.errors import CheckpointError, ConfigError
 from mpishard.nn.model import Model
 from mpishard.optim.adamw import AdamW
+from mpishard.shard.dealing import deal
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 from mpishard.train.config import check_ranks, dump_toml
@@ -28,7 +30,7 @@ from mpishard.train.model import build_model, sizes_of
 from mpishard.train.public import check_weights
 from mpishard.train.resume import Resumed
 from mpishard.train.room import LESS, check_room, planned_memory, thread_warning
-from mpishard.train.sections import Config
+from mpishard.train.sections import DTYPES, Config
 
 __all__ = ["configuration_of", "run"]
 
@@ -67,22 +69,25 @@ def _run(
     goes_on: bool,
     lock: TextIO | None,
 ) -> None:
+    optim, train, sizes = config.optim, config.train, sizes_of(config.model)
+    model = build_model(config.model)
+    optimizer = AdamW(optim.beta1, optim.beta2, optim.eps, optim.decay, optim.clip)
+    micros = deal(train.global_batch, train.micro_batch, comm.size)
+    settings = Settings(config.shard.strategy, config.shard.prefetch, config.shard.recompute, micros)
+
+    kind = DTYPES[config.precision.compute]
+
+    def plan(settings: Settings) -> dict[str, int]:
+        return planned_memory(model, comm, optimizer, settings, train.micro_batch, kind)
+
+    held = together(comm, lambda: plan(settings))
+    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size, comm.ops))
+    unsharded = together(comm, lambda: plan(replace(settings, strategy="no_shard")))
     training, heldout = _open_data(config, run_dir, comm)
     if resumed is not None:
         resumed.check(config, training)
-    optim, train, sizes = config.optim, config.train, sizes_of(config.model)
     if config.model.init_from and resumed is None:
         together(comm, lambda: check_weights(config.model))
-    model = build_model(config.model)
-    optimizer = AdamW(optim.beta1, optim.beta2, optim.eps, optim.decay, optim.clip)
-    settings = Settings(config.shard.strategy, config.shard.prefetch, config.shard.recompute)
-
-    def plan(settings: Settings) -> dict[str, int]:
-        return planned_memory(model, comm, optimizer, settings, train.micro_batch)
-
-    held = together(comm, lambda: plan(settings))
-    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size))
-    unsharded = together(comm, lambda: plan(replace(settings, strategy="no_shard")))
     if comm.rank == 0:
         _introduce(config, comm, model, training, heldout, (held, unsharded))
     try:
@@ -95,6 +100,7 @@ def _run(
             micro_batch=train.micro_batch,
             global_batch=train.global_batch,
             seed=train.seed,
+            dtype_name=kind,
             poison=config.debug.poison,
         )
     except MemoryError:
@@ -168,15 +174,18 @@ def _introduce(
     planned: tuple[dict[str, int], dict[str, int]],
 ) -> None:
     """Say what is about to be trained, before any memory is taken for it."""
-    shard, (held, unsharded) = config.shard, planned
+    shard, device, (held, unsharded) = config.shard, comm.ops.device, planned
+    device = f"{device} on rank 0" if comm.size > 1 and device != "cpu" else device
     print(
         f"mpishard: {model.parameters:,} parameters, {comm.size} rank{'s' if comm.size > 1 else ''} "
-        f"({comm.transport}), {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}\n"
+        f"({comm.transport}), {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}, "
+        f"{config.precision.compute}\n"
+        f"device: {device} ({choose(config.device.kind).why}); transport: {comm.describe()}\n"
         f"data: {len(training.file):,} training and {len(heldout.file):,} held-out tokens; "
         f"memory: {size(sum(held.values()))} a rank, {size(sum(unsharded.values()))} unsharded",
         flush=True,
     )
-    if warning := thread_warning(comm.node.local_size):
+    if comm.ops.device == "cpu" and (warning := thread_warning(comm.node.local_size)):
         print(f"mpishard: warning: {warning}", file=sys.stderr, flush=True)
 
 

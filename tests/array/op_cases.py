@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpishard.array.constants import CHUNK
+from mpishard.array.dtypes import DTYPES, accumulator
 from mpishard.array.numpy_tiles import TILE
-from tests.array.op_case import Case, array
+from tests.array.op_case import ALL, WIDE, Case, array
 from tests.array.op_cases_layers import DRAW, LAYERS
 from tests.array.philox import uniform32
 
@@ -27,13 +28,13 @@ def memory() -> Iterator[Case]:
             lambda r, k, n=n: {"out": array(r, k, n), "value": -1.5},
             lambda out, value: {"out": 0 * out - 1.5},
         )
-    to_half = Case(
-        "copy",
-        "to-float16",
-        lambda r, k: {"x": array(r, k, 3, 5), "out": array(r, np.dtype(np.float16), 3, 5)},
-        lambda x, out: {"out": x.astype(np.float16)},
-    )
-    yield to_half
+    for name in ALL:
+        yield Case(
+            "copy",
+            f"to-{name}",
+            lambda r, k, name=name: {"x": array(r, k, 3, 5), "out": array(r, DTYPES[name], 5, 3).T},
+            lambda x, out: {"out": x},
+        )
 
 
 def matmul_reference(a, b, out, add=False):
@@ -41,7 +42,8 @@ def matmul_reference(a, b, out, add=False):
 
 
 def linear_reference(x, weight, bias, y):
-    return {"y": np.einsum("nk,km->nm", x, weight) + (0.0 if bias is None else bias)}
+    product = np.einsum("nk,km->nm", x, weight)
+    return {"y": product} if bias is None else {"y": product + bias, "rounded": product}
 
 
 def matrices() -> Iterator[Case]:
@@ -60,7 +62,8 @@ def matrices() -> Iterator[Case]:
                     "add": add,
                 }
 
-            yield Case("matmul", f"{lead}{n}x{k}x{m}-{'add' if add else 'write'}", make, matmul_reference, loose=8)
+            label = f"{lead}{n}x{k}x{m}-{'add' if add else 'write'}"
+            yield Case("matmul", label, make, matmul_reference, 8, either=("out",))
     for add in (False, True):
 
         def make(r, t, add=add):
@@ -69,7 +72,7 @@ def matrices() -> Iterator[Case]:
             p = array(r, t, 2, 4, 9)
             return {"a": p.swapaxes(1, 2), "b": qkv[:4, 0].swapaxes(0, 1), "out": out[:, 2].swapaxes(0, 1), "add": add}
 
-        yield Case("matmul", f"strided-{'add' if add else 'write'}", make, matmul_reference, loose=8)
+        yield Case("matmul", f"strided-{'add' if add else 'write'}", make, matmul_reference, 8, either=("out",))
     for n, i, o in ((1, 1, 1), (7, 5, 3), (65, 33, 129)):
         for bias in (True, False):
 
@@ -91,6 +94,7 @@ def sums() -> Iterator[Case]:
                 lambda r, t, n=n, c=c, add=add: {"x": array(r, t, n, c), "out": array(r, t, c), "add": add},
                 lambda x, out, add: {"out": x.sum(axis=0) + (out if add else 0.0)},
                 loose=20,
+                either=("out",),
             )
     for n, h, d in ((1, 1, 1), (5, 3, 7), (TILE // 6 + 1, 2, 3), (3, 1, TILE + 1)):
         yield Case(
@@ -99,7 +103,7 @@ def sums() -> Iterator[Case]:
             lambda r, t, n=n, h=h, d=d: {
                 "x": array(r, t, n, h, d),
                 "y": array(r, t, n, h, d),
-                "out": array(r, t, n, h),
+                "out": array(r, accumulator(t), n, h),
             },
             lambda x, y, out: {"out": np.einsum("nhd,nhd->nh", x, y)},
             loose=20,
@@ -115,22 +119,23 @@ def sums() -> Iterator[Case]:
         for count, add in ((1, False), (3, False), (3, True), (0, True), (0, False)):
 
             def make(r, t, n=n, count=count, add=add):
-                return {"blocks": [array(r, t, n) for _ in range(count)], "out": array(r, t, n), "add": add}
+                blocks = [array(r, t, n) for _ in range(count)]
+                return {"blocks": blocks, "out": array(r, accumulator(t), n), "add": add}
 
             def reference(blocks, out, add):
                 return {"out": sum(blocks, out if add else np.zeros_like(out))}
 
             yield Case("ordered_sum", f"{n}-{count}-{'add' if add else 'write'}", make, reference)
 
-    def halves(r, t):
-        half = np.dtype(np.float16)
-        return {
-            "blocks": [array(r, half, TILE + 1), array(r, half, TILE + 1)],
-            "out": array(r, t, TILE + 1),
-            "add": True,
-        }
+    for name in ("float16", "bfloat16"):
 
-    yield Case("ordered_sum", "from-float16", halves, lambda blocks, out, add: {"out": out + blocks[0] + blocks[1]})
+        def halves(r, t, half=DTYPES[name]):
+            blocks = [array(r, half, TILE + 1), array(r, half, TILE + 1)]
+            return {"blocks": blocks, "out": array(r, t, TILE + 1), "add": True}
+
+        yield Case(
+            "ordered_sum", f"from-{name}", halves, lambda blocks, out, add: {"out": out + sum(blocks)}, kinds=WIDE
+        )
     holes_of = {
         1: [()], 2: [((0, 5), (CHUNK, CHUNK + 1))], TILE // CHUNK: [((TILE - 3, TILE),)],
         TILE // CHUNK + 1: [((TILE - 3, TILE + 4), (TILE + 100, TILE + CHUNK)), ((0, TILE + CHUNK),)],
@@ -148,7 +153,7 @@ def sums() -> Iterator[Case]:
             def make(r, t, chunks=chunks, holes=holes):
                 return {"x": array(r, t, chunks * CHUNK), "holes": holes, "out": np.full(chunks, np.nan)}
 
-            yield Case("square_sums", f"{chunks}-{number}", make, reference)
+            yield Case("square_sums", f"{chunks}-{number}", make, reference, kinds=WIDE)
 
 
 def gelu_value(x: np.ndarray, tanh: bool) -> np.ndarray:
@@ -196,7 +201,20 @@ def elementwise() -> Iterator[Case]:
                     "add": add,
                 },
                 lambda x, y, out, add: {"out": x * y + (out if add else 0.0)},
+                either=("out",),
             )
+    yield Case(
+        "multiply",
+        "products-below-the-smallest-normal-number",  # of fp32, which a GPU may be told to take for 0
+        lambda r, t: {
+            "x": (1e-30 * r.standard_normal(65)).astype(t),
+            "y": (1e-10 * r.standard_normal(65)).astype(t),
+            "out": (1e-40 * r.standard_normal(65)).astype(t),
+            "add": True,
+        },
+        lambda x, y, out, add: {"out": x * y + out},
+        either=("out",),
+    )
     for tanh in (True, False):
         name = "tanh" if tanh else "exact"
         for n in SIZES:

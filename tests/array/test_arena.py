@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from mpishard.array.arena import CATEGORIES, Arena
+from mpishard.array.dtypes import address
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.numpy_tiles import SCRATCH
 from mpishard.array.shape_ops import ShapeOps
@@ -12,10 +13,6 @@ F32, F64, I64 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int64)
 
 def arena(saved=1024, workspace=1024, poison=False):
     return Arena(NumpyOps(), {"saved": saved, "workspace": workspace}, poison)
-
-
-def address(array):
-    return array.__array_interface__["data"][0]
 
 
 def test_arrays_of_a_stack_are_aligned_and_apart():
@@ -108,7 +105,7 @@ def test_reserved_memory_is_counted_by_category():
     memory.reserve("parameters", 3, F64)
     memory.saved.push((3,), F32)
     held = memory.held()
-    assert held["parameters"] == 7 * 4 + 3 * 8
+    assert held["parameters"] == 2 * 64  # 7 * 4 and 3 * 8 bytes, each at a multiple of 64
     assert held["saved"] == 1024
     assert held["workspace"] == 1024 + NumpyOps.own_bytes
     assert NumpyOps.own_bytes == SCRATCH
@@ -117,11 +114,29 @@ def test_reserved_memory_is_counted_by_category():
         memory.reserve("elsewhere", 1, F32)
 
 
-def test_a_transport_may_own_reserved_memory():
-    mine = np.zeros(9, np.float32)
-    found = arena(poison=True).reserve("gathered", 9, F32, lambda count, kind: mine)
-    assert found is mine
-    assert np.isnan(mine).all()
+def test_each_category_is_one_block():
+    taken = []
+
+    def allocate(count, kind):
+        taken.append(np.zeros(count, kind))
+        return taken[-1]
+
+    planned = Arena(ShapeOps(), None)
+    for memory in (planned, None):
+        memory = memory or Arena(NumpyOps(), planned.peaks(), True, planned.reserved(), allocate)
+        one, other = memory.reserve("gathered", 9, F32), memory.reserve("gathered", 3, F64)
+        memory.reserve("workspace", 5, F32)
+        with memory.workspace.frame():
+            pushed = memory.workspace.push((3,), F32)
+    assert memory.held() == planned.held() | {"workspace": 128 + NumpyOps.own_bytes}
+    gathered, *rest = (array for array in taken if array.size)
+    assert not rest  # the other categories are not a transport's
+    assert gathered.nbytes == 128 and np.shares_memory(one, gathered) and np.shares_memory(other, gathered)
+    assert np.isnan(one).all() and np.isnan(other).all()
+    assert address(other) - address(one) == 64
+    assert not np.shares_memory(pushed, gathered)
+    with pytest.raises(ArenaError, match="gathered: 192 bytes are to be reserved and 128 were planned"):
+        memory.reserve("gathered", 1, F32)
 
 
 def test_spoil_only_where_poison_is_on():

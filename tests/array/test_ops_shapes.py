@@ -101,6 +101,9 @@ BAD = [
     ("square_sums", (a(500), (), a(1)), r"square_sums was given"),
     ("adamw", (a(2), a(2), a(2), a(3), STEP), r"adamw was given .* it takes 1-D arrays of one size"),
     ("adamw", (a(2, 1), a(2, 1), a(2, 1), a(2, 1), STEP), r"adamw was given"),
+    ("adamw", (a(2), a(2), a(2), a(2), STEP, a(3)), r"adamw was given param \(2,\), cast \(3,\); it takes 1-D arrays"),
+    ("exact_sum", (a(2, 1), i(21)), r"exact_sum was given values \(2, 1\), out \(21,\); it takes values \(n,\)"),
+    ("exact_sum", (a(2), i(20)), r"exact_sum was given .* out \(21,\)"),
     ("normal", (a(2, 1), DRAW, 1.0), r"normal was given out \(2, 1\); it takes out \(count,\)"),
     ("fingerprint", (a(2, 1), DRAW), r"fingerprint was given x \(2, 1\); it takes x \(count,\)"),
 ]

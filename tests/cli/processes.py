@@ -12,9 +12,9 @@ import mpishard
 ROOT = Path(mpishard.__file__).parents[1]
 
 
-def _run(command, env, cwd):
+def _run(command, env, cwd, seconds=60):
     env = (dict(os.environ) if env is None else env) | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=60)
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=seconds)
 
 
 def fresh(*arguments, env=None, cwd=None, **variables):
@@ -30,9 +30,9 @@ def launcher(ranks):
     return [str(path), "-n", str(ranks)]
 
 
-def mpiexec(*arguments, ranks=2, env=None, cwd=None, through=()):
+def mpiexec(*arguments, ranks=2, env=None, cwd=None, through=(), seconds=60):
     """Some ranks of this interpreter, started through other words."""
-    return _run([*launcher(ranks), *through, sys.executable, *arguments], env, cwd)
+    return _run([*launcher(ranks), *through, sys.executable, *arguments], env, cwd, seconds)
 
 
 def program(ranks, arguments):

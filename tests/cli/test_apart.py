@@ -55,7 +55,7 @@ main(sys.argv[1:])
     ("module", "name"),
     [
         ("mpishard.train.config", "load"),  # before MPI
-        ("mpishard.comm.mpi", "_node"),  # in the first collective call
+        ("mpishard.comm.mpi", "place"),  # in the first collective call
         ("mpishard.cli.train", "settings_text"),  # before the run
         ("mpishard.train.start", "planned_memory"),
     ],

@@ -28,9 +28,9 @@ class Job:
         self.run_dir = None
         self.outcome = 0
 
-    def world(self, ops, transport="auto"):
+    def world(self, make_ops, transport="auto", *, share_device=False):
         self.transport = transport
-        self.comm = LocalCommunicator(ops)
+        self.comm = LocalCommunicator(make_ops(None))
         return self.comm
 
     def run(self, config, run_dir, comm, *, resumed, stopper):
@@ -83,9 +83,11 @@ def test_the_commands_and_their_options_are_pinned():
         for name, command in commands.items()
     }
     assert found == {
-        "train": ["--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--print-config"],
+        "train": [
+            "--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--device", "--print-config"
+        ],
         "generate": [
-            "--from", "--prompt", "--prompt-tokens", "--tokens", "--temperature", "--top-k", "--seed"
+            "--from", "--prompt", "--prompt-tokens", "--tokens", "--temperature", "--top-k", "--seed", "--device"
         ],
         "schedule": ["--config", "--preset", "--set", "--ranks", "--kind", "--all"],
         "data": [],
@@ -212,8 +214,8 @@ def test_only_rank_0_speaks_and_all_exit_with_2(call, job, arguments, message):
 
 
 def test_ranks_that_do_not_fit_are_refused_before_the_loop(call, job, monkeypatch):
-    def world(ops, transport="auto"):
-        comm = LocalCommunicator(ops)
+    def world(make_ops, transport="auto", *, share_device=False):
+        comm = LocalCommunicator(make_ops(None))
         comm.size = 3
         return comm
 

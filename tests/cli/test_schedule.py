@@ -27,7 +27,7 @@ def test_a_step_of_two_ranks(call):
     code, out, err = call(*THREE_BLOCKS)
     assert (code, err) == (0, "")
     head, step, meanings, sums = (part.splitlines() for part in out.strip().split("\n\n"))
-    assert head[0] == "step: full_shard, prefetch 1, recompute none, 2 ranks, 1 micro-batch of 1 sequence a rank"
+    assert head[0] == "step: full_shard, prefetch 1, recompute none, fp32, 2 ranks, 1 micro-batch of 1 sequence a rank"
     # 9280 and 12704 parameters, with holes and padding to 2 x 512 elements
     assert head[1:] == [
         "unit root: 9,280 parameters, 41.0 kB whole, 20.5 kB a shard",
@@ -70,7 +70,8 @@ def test_the_other_kinds(call):
     assert "Backward" not in out
     assert out.endswith("after the list, one record from every rank: its loss\n")
     _, out, _ = call("--preset", "tiny", "--ranks", "3", "--kind", "predict")
-    assert out.startswith("predict: full_shard, prefetch 1, recompute none, 3 ranks, the same sequence on every rank\n")
+    head = "predict: full_shard, prefetch 1, recompute none, fp32, 3 ranks, the same sequence on every rank\n"
+    assert out.startswith(head)
     assert out.count("Predict(") == 1
 
 

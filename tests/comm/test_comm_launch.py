@@ -16,7 +16,8 @@ from mpishard.errors import ConfigError
 
 NAMES = [
     *("PMI_RANK", "PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
 ]
 
 
@@ -69,6 +70,49 @@ def test_what_launchers_say(
     assert (launch.environment_rank(), launch.environment_size()) == (rank, size)
 
 
+STEP = {"SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": 8, "SLURM_PROCID": 5, "SLURM_LOCALID": 1}
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_RANK": 5, "OMPI_COMM_WORLD_SIZE": 8, "OMPI_COMM_WORLD_LOCAL_RANK": 1}, 1),
+        ({"PMI_RANK": 5, "PMI_SIZE": 8, "MPI_LOCALRANKID": 1}, 1),
+        ({"PMI_RANK": 5, "PMI_SIZE": 8, "PMI_LOCAL_RANK": 3}, 3),
+        ({"PMI_RANK": 5, "PMI_SIZE": 8}, None),
+        ({"MV2_COMM_WORLD_LOCAL_RANK": 2}, 2),
+        (STEP, 1),
+        # srun --mpi=pmi2: the rank is PMI's, and SLURM's
+        (STEP | {"PMI_RANK": 5, "PMI_SIZE": 8}, 1),
+        # a batch script's own process
+        ({"SLURM_LOCALID": 0, "SLURM_PROCID": 0, "SLURM_NTASKS": 8}, None),
+        # mpiexec in a job: its proxies are the step's tasks
+        (STEP | {"SLURM_STEP_NUM_TASKS": 2, "PMI_RANK": 3, "PMI_SIZE": 4, "MPI_LOCALRANKID": 3}, 3),
+        (STEP | {"SLURM_STEP_NUM_TASKS": 2, "PMI_RANK": 3, "PMI_SIZE": 4}, None),
+    ],
+)
+def test_what_launchers_say_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, object], local_rank: int | None
+) -> None:
+    set_all(monkeypatch, environment)
+    assert launch.environment_local_rank() == local_rank
+
+
+def test_operations_are_made_for_the_place_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def make(local_rank: int | None) -> NumpyOps:
+        places.append(local_rank)
+        return NumpyOps()
+
+    fake_mpi(monkeypatch, None)
+    assert world(make).transport == "local"
+    set_all(monkeypatch, {"PMI_RANK": 0, "PMI_SIZE": 1, "MPI_LOCALRANKID": 0})
+    assert world(make).transport == "local"
+    assert places == [None, 0]
+
+
 @pytest.mark.parametrize("found", [None, 1])
 def test_one_process_is_alone(monkeypatch: pytest.MonkeyPatch, found: int | None) -> None:
     fake_mpi(monkeypatch, found)
@@ -84,7 +128,7 @@ def test_local_is_refused_where_more_than_one_process_was_launched(monkeypatch: 
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'mpl' is not known; choose one of auto, local, mpi"):
+    with pytest.raises(ConfigError, match="'mpl' is not known; choose one of auto, local, mpi, staged, nccl"):
         world(NumpyOps(), "mpl")
 
 
@@ -114,7 +158,7 @@ def test_mpi_that_cannot_be_loaded(
     set_all(monkeypatch, environment)
     fake_mpi(monkeypatch, None)
     with pytest.raises(
-        ConfigError, match=r"pip install 'mpishard\[mpich\]', or load the cluster's MPI module"
+        ConfigError, match=r"pip install mpich, or load the cluster's MPI module"
     ) as caught:
         world(NumpyOps(), transport)
     assert "\n" not in str(caught.value)

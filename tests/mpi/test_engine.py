@@ -9,12 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
-from mpishard.comm.dry import DryCommunicator
 from mpishard.comm.local import LocalCommunicator
 from mpishard.errors import CommError
 from mpishard.models.gpt2 import Gpt2
+from mpishard.shard.engine import Engine
 from tests.shard.arrays import memory_of
 from tests.shard.damaged_ops import Burst
 from tests.shard.tallies import buffers, measured
@@ -65,12 +64,9 @@ def test_memory_is_as_planned(comm: Communicator, strategy: str, recompute: str)
     engine.step(job.feed(0), lr=job.lr)
     engine.evaluate(job.feed(1))
     engine.predict(np.zeros(SMALL.sequence, np.int64), 3)
-    shapes = ShapeOps(comm.ops.own_bytes)
-    dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
-    plan = job.engine(dry, shapes, planning=True)
-    plan.step(None, lr=0.0)
-    plan.evaluate(None)
-    plan._forward_one(3)
+    plan = Engine.rehearsed(
+        engine.model, comm, comm.ops, engine.optimizer, engine.settings, micro_batch=job.micro_batch
+    )
     assert plan.memory() == engine.memory()
     assert plan.arena.peaks() == engine.arena.peaks()
     held = [array.nbytes for array in memory_of([engine.state, engine.arena, engine._runner, comm.ops]).values()]

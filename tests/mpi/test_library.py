@@ -126,7 +126,7 @@ def test_errors_are_the_same_on_every_rank_and_leave_nothing(world: Any) -> None
     last, before = world.size - 1, threading.active_count()
     for changes, message in (
         ({"micro_batch": 7}, "micro_batch 7 does not divide global_batch 12; use 1, 2, 3, 4, 6 or 12"),
-        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+        ({"dtype": "bfloat8"}, "dtype is 'bfloat8'"),
         ({"seed": -1}, "seed is -1"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:

@@ -32,7 +32,7 @@ class Spoiler:
         """Between steps: NaN in all that communication and stacks use, and in the state's holes."""
         engine = self.engine
         for region in self.regions:
-            region.fill(np.nan)
+            region.fill(255)
         for stack in (engine.arena.saved, engine.arena.workspace):
             stack._base.fill(255)
         for scratch in (engine._runner._losses, *engine._runner._flow):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import mpishard.shard.engine
+import mpishard.shard.steps
 from mpishard.array.constants import IGNORE
 from mpishard.array.dtypes import Array
 from mpishard.array.numpy_ops import NumpyOps
@@ -80,7 +80,7 @@ def test_poison_finds_what_is_not_checked(
     """Without the check the schedule runs, and its numbers are NaN on every rank: nothing is updated."""
     steps = legal(POISONED, 2)
     damage(steps)
-    monkeypatch.setattr(mpishard.shard.engine, "check", lambda *_: None)
+    monkeypatch.setattr(mpishard.shard.steps, "check", lambda *_: None)
 
     def body(comm: Communicator) -> tuple[StepResult, bool]:
         engine = POISONED.engine(comm, schedule=tuple(steps))

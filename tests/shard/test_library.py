@@ -121,7 +121,7 @@ WRONG = [
     ({"prefetch": -1}, r"^prefetch is -1; it must be 0 or more"),
     ({"strategy": "zero"}, r"^strategy is 'zero'; it must be one of full_shard, no_shard"),
     ({"recompute": "all"}, r"^recompute is 'all'; it must be one of none, block"),
-    ({"dtype": "int64"}, r"^dtype is 'int64'; it must be one of float32, float64$"),
+    ({"dtype": "int64"}, r"^dtype is 'int64'; it must be one of float32, float64, bfloat16$"),
     ({"micro_batch": 5}, r"^micro_batch 5 does not divide global_batch 12; use 1, 2, 3, 4, 6 or 12$"),
 ]
 

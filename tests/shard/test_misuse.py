@@ -293,3 +293,22 @@ def test_nothing_is_saved_from_an_engine_in_which_a_step_failed(tmp_path: Path) 
         with pytest.raises(EngineError, match="step 0 failed, so the engine's state is undefined"):
             room()
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_one_rank_cannot_get_is_everybodys_error() -> None:
+    """Where one rank alone raised, the others would wait for it when they bind their collectives."""
+
+    class Full(NumpyOps):
+        def empty(self, count, dtype):
+            if count > 1 << 14:
+                raise MemoryError("no room for that")
+            return super().empty(count, dtype)
+
+    def body(comm: Communicator) -> str:
+        if comm.rank == 1:
+            comm.ops = Full()
+        with pytest.raises(ConfigError, match=r"rank 1 cannot get its memory \(no room for that\); use more ranks"):
+            mpishard.full_shard(mlp_classifier(MlpClassifier(99, 3)), AdamW(), comm, global_batch=3)
+        return "told"
+
+    assert run_threads(3, body) == ["told"] * 3

@@ -24,7 +24,7 @@ from mpishard.shard.instructions import (
     Release,
 )
 from mpishard.shard.layout import layout
-from mpishard.shard.place import Placement, place
+from mpishard.shard.place import Placement, Sizes, place
 from mpishard.shard.schedule import STRATEGIES, Settings, build_forward, build_step
 from tests.shard.outlines import KINDS, tied
 from tests.shard.training import Job
@@ -54,7 +54,7 @@ class Living:
         self.limits = {
             "gathered": self.placement.gathered_size,
             "unreduced": self.placement.unreduced_size,
-            "scratch": self.placement.scratch_size,
+            "scratch": self.placement.staging_size,
         }
         self.reached = dict.fromkeys(self.alive, 0)
         self.begun = 0
@@ -81,18 +81,25 @@ class Living:
                     self.begin("unreduced", unit, self.placement.unreduced[i][unit], self.sizes[unit])
             elif isinstance(step, Reduce):
                 size = self.scratch(self.sizes[step.unit])
-                self.begin("scratch", step.unit, self.placement.scratch[i], size)
+                self.begin("scratch", step.unit, self.placement.staging[i], size)
             elif isinstance(step, Absorb):
                 del self.alive["unreduced"][step.unit]
                 del self.alive["scratch"][step.unit]
         assert not any(self.alive.values())
         assert self.reached == self.limits
         opened = sum(map(len, self.placement.unreduced.values()))
-        assert self.begun == len(self.placement.gathered) + opened + len(self.placement.scratch)
+        assert self.begun == len(self.placement.gathered) + opened + len(self.placement.staging)
 
 
 def totals(model: Model, ranks: int) -> dict[str, int]:
     return {unit.name: layout(unit.specs, ranks).total for unit in model.units}
+
+
+def placed_as(
+    outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, int], scratch: Callable[[int], int]
+) -> Placement:
+    """Place with one byte an element."""
+    return place(outline, schedule, {unit: Sizes(size, size, scratch(size)) for unit, size in sizes.items()})
 
 
 def same(count: int) -> int:
@@ -114,12 +121,12 @@ def test_no_two_live_buffers_overlap_and_regions_are_small(name: str) -> None:
             sizes = totals(model, ranks)
             root, block = sizes["root"], sizes.get("h.0", 0)
             scratch = same if ranks > 1 else none
-            placed = place(outline, schedule, sizes, scratch)
+            placed = placed_as(outline, schedule, sizes, scratch)
             Living(sizes, placed, scratch).walk(outline, schedule)
             window = min(blocks, prefetch + 1) * block + root if strategy == "full_shard" else 0
             assert placed.gathered_size == window
             assert placed.unreduced_size == min(blocks, 2, prefetch + 1) * block + root
-            assert placed.scratch_size == (max(root, block) if ranks > 1 else 0)
+            assert placed.staging_size == (max(root, block) if ranks > 1 else 0)
 
 
 def test_every_number_of_ranks_up_to_1024() -> None:
@@ -128,7 +135,7 @@ def test_every_number_of_ranks_up_to_1024() -> None:
     schedule = build_step(outline, Settings("full_shard", 1, "none", 1))
     for ranks in range(1, 1025):
         sizes = totals(model, ranks)
-        placed = place(outline, schedule, sizes, same)
+        placed = placed_as(outline, schedule, sizes, same)
         Living(sizes, placed, same).walk(outline, schedule)
         assert placed.gathered_size == placed.unreduced_size == sizes["root"] + 2 * sizes["h.0"]
 
@@ -138,10 +145,10 @@ def test_evaluation_needs_no_more_than_training() -> None:
         outline, sizes = outline_of(model), totals(model, 6)
         settings = Settings("full_shard", prefetch, "none", 2)
         forward = build_forward(outline, settings, Evaluate)
-        placed = place(outline, forward, sizes, same)
+        placed = placed_as(outline, forward, sizes, same)
         Living(sizes, placed, same).walk(outline, forward)
-        assert placed.gathered_size == place(outline, build_step(outline, settings), sizes, same).gathered_size
-        assert placed.unreduced_size == placed.scratch_size == 0
+        assert placed.gathered_size == placed_as(outline, build_step(outline, settings), sizes, same).gathered_size
+        assert placed.unreduced_size == placed.staging_size == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,23 +161,23 @@ def test_units_of_any_size(kind: str) -> None:
         for _ in range(5):
             any_size = 512 * draw.randint(1, 99)
             sizes = {unit.name: draw.choice((512, 1024, 1536, 4096, any_size)) for unit in outline.units}
-            placed = place(outline, schedule, sizes, same)
+            placed = placed_as(outline, schedule, sizes, same)
             Living(sizes, placed, same).walk(outline, schedule)
 
 
 def test_the_walk_sees_an_overlap() -> None:
     outline, sizes = tied(3), {"root": 512, "h.0": 1024, "h.1": 1024, "h.2": 1024}
     schedule = build_step(outline, Settings())
-    placed = place(outline, schedule, sizes, same)
+    placed = placed_as(outline, schedule, sizes, same)
     Living(sizes, placed, same).walk(outline, schedule)
     first, second = (schedule.index(Gather(unit)) for unit in ("h.0", "h.1"))
     wrong = Placement(
         {**placed.gathered, second: placed.gathered[first]},
         placed.unreduced,
-        placed.scratch,
+        placed.staging,
         placed.gathered_size,
         placed.unreduced_size,
-        placed.scratch_size,
+        placed.staging_size,
     )
     with pytest.raises(AssertionError, match="overlaps"):
         Living(sizes, wrong, same).walk(outline, schedule)

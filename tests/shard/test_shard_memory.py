@@ -18,10 +18,13 @@ from mpishard.comm.local import LocalCommunicator
 from mpishard.comm.threads import run
 from mpishard.models.gpt2 import Gpt2, gpt2
 from mpishard.optim.adamw import AdamW
-from mpishard.shard.engine import Engine
-from mpishard.shard.schedule import Settings
+from mpishard.shard.engine import Engine, outline_of
+from mpishard.shard.layout import layout
+from mpishard.shard.precision import precision
+from mpishard.shard.schedule import Settings, build_step
+from mpishard.shard.steps import steps_of
 from tests.shard.arrays import memory_of
-from tests.shard.training import SMALL, Job
+from tests.shard.training import SMALL, Job, train, train_alone
 
 STATE = ("parameters", "gradients", "optimizer")
 ODD = [
@@ -48,7 +51,10 @@ def all_of(count: int) -> int:
 def planned(job: Job, ranks: int, rank: int = 0, scratch: object = none, **changes: object) -> Engine:
     """An engine on shapes, of the whole batch."""
     shapes = ShapeOps(NumpyOps.own_bytes)
-    return job.engine(DryCommunicator(rank, ranks, shapes, scratch), shapes, planning=True, **changes)
+    layouts = {unit.name: layout(unit.specs, ranks) for unit in job.model.units}
+    settings = replace(changes.get("settings", job.settings), micros=job.micros // ranks)
+    steps = steps_of(outline_of(job.model), layouts, settings, precision("float32"), scratch, trained=True)
+    return job.engine(DryCommunicator(rank, ranks, shapes, scratch), shapes, planned=steps, **changes)
 
 
 @pytest.mark.parametrize("sizes", ODD, ids=str)
@@ -94,7 +100,7 @@ def test_the_plan_is_what_is_used(ranks: int) -> None:
     def body(comm: Communicator, job: Job) -> None:
         engine = exercised(comm, job)
         rehearsed = Engine.rehearsed(
-            job.model, comm, comm.ops, AdamW(), replace(job.settings, micros=1), micro_batch=job.micro_batch
+            job.model, comm, comm.ops, AdamW(), engine.settings, micro_batch=job.micro_batch
         )
         assert engine.arena.peaks() == rehearsed.arena.peaks()
         assert engine.memory() == rehearsed.memory()
@@ -181,4 +187,16 @@ def test_no_array_of_a_rank_is_as_large_as_the_model() -> None:
         own = (engine.state, engine.arena, engine._runner)
         return max(array.nbytes for part in own for array in memory_of(part).values())
 
-    assert max(run(4, largest)) < whole / 2
+    # Both moments lie in one block: 8 bytes a parameter over the ranks, half of 4 bytes a parameter, and padding.
+    assert max(run(4, largest)) < whole / 2 * 1.1
+
+
+def test_a_schedule_that_needs_other_memory_than_the_settings() -> None:
+    """It is planned as it is: fewer buffers or more, and another recomputation."""
+    job = Job(replace(SMALL, layers=3))
+    expected = train_alone(job, 2)
+    for given, run_as in (({"prefetch": 3}, {"prefetch": 0}), ({"recompute": "block"}, {}), ({}, {"prefetch": 2})):
+        settings = replace(job.settings, **run_as, micros=job.micros)
+        steps = build_step(outline_of(job.model), settings)
+        engine = job.with_settings(**given).engine(LocalCommunicator(NumpyOps()), schedule=steps)
+        assert train(engine, job, 2) == expected

@@ -20,6 +20,8 @@ KEYS = {
     "data": "train heldout epochs",
     "optim": "lr lr_min warmup beta1 beta2 eps decay clip",
     "shard": "strategy prefetch recompute",
+    "precision": "compute tf32",
+    "device": "kind share",
     "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
     "checkpoint": "every keep final",
     "comm": "transport silence",
@@ -158,7 +160,7 @@ def test_the_small_presets_share_a_step_among_few_ranks(name):
         ("debug.poison=1", "debug.poison is 1 in --set; it must be true or false"),
         ("data.train=5", "data.train is 5 in --set; it must be text"),
         ("shard.strategy=full", 'shard.strategy is "full" in --set; it must be full_shard or no_shard'),
-        ("comm.transport=nccl", 'comm.transport is "nccl" in --set; it must be auto, mpi or local'),
+        ("comm.transport=rdma", 'comm.transport is "rdma" in --set; it must be auto, mpi, staged, nccl or local'),
         ("train.steps=1\nseed=2", 'train.steps is "1\\nseed=2" in --set; it must be a whole number, at least 1'),
         (
             "train.setps=3",
@@ -176,7 +178,7 @@ def test_the_small_presets_share_a_step_among_few_ranks(name):
         (
             "trian.steps=3",
             "there is no section [trian] (--set), did you mean train?; "
-            "there are model, data, optim, shard, train, checkpoint, comm, debug",
+            "there are model, data, optim, shard, precision, device, train, checkpoint, comm, debug",
         ),
         (
             "model.heads=3",

@@ -13,12 +13,12 @@ from mpishard.train.room import check_room, planned_memory, room, thread_warning
 
 
 def test_what_fits_fits():
-    check_room(room() // 4, 3)
+    check_room(room() // 4, 3, NumpyOps())
 
 
 def test_what_does_not_fit_is_refused_with_figures():
     with pytest.raises(ConfigError, match=r"a rank needs .* GB and 3 of them run on this machine, which has .* GB"):
-        check_room(room() // 2, 3)
+        check_room(room() // 2, 3, NumpyOps())
 
 
 def test_the_plan_is_what_the_engine_holds():
