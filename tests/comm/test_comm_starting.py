@@ -46,8 +46,11 @@ with installed(devices={devices}):
 
     def make(local_rank):
         MPI = sys.modules["mpi4py.MPI"]
-        print(f"rank on its machine {{local_rank}}, MPI started {{MPI.Is_initialized()}}, CuPy is there "
-              f"{{'mpishard.array.cupy_ops' in sys.modules}}")
+        there = "mpishard.array.cupy_ops" in sys.modules
+        # In one write, since the launcher mixes the ranks' lines.
+        sys.stdout.write(f"rank on its machine {{local_rank}}, MPI started {{MPI.Is_initialized()}}, "
+                         f"CuPy is there {{there}}\\n")
+        sys.stdout.flush()
         return operations("cuda", local_rank)
 
     try:
@@ -113,7 +116,7 @@ def test_every_rank_chooses_its_device_before_mpi_starts() -> None:
     assert done.returncode == 0, done.stdout + done.stderr  # Open MPI's launcher tells who did not finalise
     assert "finalize" not in done.stderr
     for rank in range(2):
-        assert f"rank on its machine {rank}, MPI started False, CuPy is there False\n" in done.stdout
+        assert f"rank on its machine {rank}, MPI started False, CuPy is there False" in done.stdout
         assert f"{rank} of 2: staged, " in done.stdout and f"on cuda:{rank} Stand-in" in done.stdout
 
 
