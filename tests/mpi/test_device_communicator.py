@@ -202,9 +202,9 @@ def test_what_was_bound_on_the_host_is_refused(comm: Communicator) -> None:
         comm.bind_all_gather(np.zeros(4, np.float32), np.zeros(4 * comm.size, np.float32))
 
 
+# NCCL has no thread.
+@pytest.mark.parametrize("comm", [way for way in WAYS if way[0] != "nccl"], ids=str, indirect=True)
 def test_a_failure_in_the_thread_reaches_who_waits(comm: Communicator) -> None:
-    if comm.transport == "nccl":
-        pytest.skip("no thread")
     gather = rounds.Gather(comm, 3, DTYPES["float32"])
     gather.fill(0)
 
