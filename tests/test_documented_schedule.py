@@ -10,14 +10,14 @@ import pytest
 
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.cli.schedule import described
-from mpishard.comm.dry import DryCommunicator
 from mpishard.optim.adamw import AdamW
-from mpishard.shard.schedule import Settings
+from mpishard.shard.forecast import forecast
+from mpishard.shard.precision import precision
+from mpishard.shard.world import World
 from mpishard.train.config import load
 from mpishard.train.display import size
 from mpishard.train.model import build_model
-from mpishard.train.room import planned_memory
-from mpishard.train.sections import DTYPES
+from mpishard.train.settings import settings_of, types_of
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PROMPT = "$ mpishard schedule"
@@ -91,12 +91,16 @@ SETTING = re.compile(r"`(\w+\.\w+) = ([^`]+)`")
 
 def planned(preset: str, ranks: int, overrides: list[str]) -> dict[str, int]:
     config = load(None, preset, overrides)
-    comm = DryCommunicator(0, ranks, NumpyOps(), lambda count: count if ranks > 1 else 0)
-    shard = config.shard
     micros = config.train.global_batch // config.train.micro_batch // ranks
-    settings = Settings(shard.strategy, shard.prefetch, shard.recompute, max(1, micros))
-    kind = DTYPES[config.precision.compute]
-    return planned_memory(build_model(config.model), comm, AdamW(), settings, config.train.micro_batch, kind)
+    settings = settings_of(config, max(1, micros))
+    types, ops = precision(*types_of(config.precision)), NumpyOps()
+    ops.prepare(types.kind)
+    ops.prepare(types.wire)
+    model = build_model(config.model, recompute_attention=config.shard.recompute == "attention")
+    name, own = ("mpi", NumpyOps.own_bytes) if ranks > 1 else ("local", 0)  # the thread that calls MPI has some too
+    world = World.imagined(0, ranks, settings, transport=name, own_bytes=own)
+    batch = config.train.micro_batch
+    return forecast(model, AdamW().states, settings, types, world, micro_batch=batch, ops_bytes=ops.own_bytes).held
 
 
 def tables(path: Path) -> list[tuple[str, list[list[str]]]]:

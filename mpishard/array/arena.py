@@ -18,7 +18,7 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ArenaError
 
-__all__ = ["CATEGORIES", "STACKS", "TRANSPORTED", "Arena", "Stack"]
+__all__ = ["CATEGORIES", "REGION", "STACKS", "Arena", "Stack"]
 
 CATEGORIES = (
     "parameters",
@@ -32,8 +32,8 @@ CATEGORIES = (
     "staging",
 )
 STACKS = ("saved", "workspace")
-#: what transports read and write
-TRANSPORTED = ("gathered", "unreduced", "staging")
+#: the block that transports read and write, in which several categories lie
+REGION = "region"
 _UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made, where the address space has room
 _BYTES = np.dtype(np.uint8)
 _NAN = 255  # every byte of it: a NaN in each floating type, -1 in signed integers
@@ -95,6 +95,10 @@ class Stack:
             self._ops.fill(self._base[top : self.top], _NAN)
         self.top = top
 
+    def restart(self) -> None:
+        """Forget the peak that there was."""
+        self.peak = self.top
+
     def frame(self) -> _Mark:
         """Take back at the end of a ``with`` block what was pushed inside it."""
         return _Mark(self)
@@ -106,9 +110,9 @@ class Arena:
     Args:
         peaks: bytes of the two stacks; None while a plan is being made (memory without bound, on shapes only).
         poison: fill with NaN whatever is taken back.
-        reserved: bytes by category that :meth:`reserve` will be asked for; without it each reserve takes a block
-            of its own.
-        allocate: takes the blocks that communication touches, where a transport wants to own them.
+        reserved: bytes by category, and of the region, that :meth:`reserve` will be asked for; without it each reserve
+            takes a block of its own.
+        allocate: takes the region, where a transport wants to own it.
     """
 
     def __init__(
@@ -121,12 +125,12 @@ class Arena:
     ) -> None:
         self._ops = ops
         self.poison = poison
-        self._reserved: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self._reserved: dict[str, int] = dict.fromkeys((*CATEGORIES, REGION), 0)
         self._planning = peaks is None
         sizes = dict.fromkeys(STACKS, min(_UNPLANNED, ops.room // 4)) if peaks is None else peaks
         self._blocks: dict[str, Array] = {}
         for name, size in (reserved or {}).items():
-            take = allocate if allocate is not None and name in TRANSPORTED else ops.empty
+            take = allocate if allocate is not None and name == REGION else ops.empty
             self._blocks[name] = take(size + sizes.get(name, 0), _BYTES)
         self._stacks = {name: Stack(name, self._stack_memory(name, sizes[name]), ops, poison) for name in STACKS}
         self.saved, self.workspace = self._stacks["saved"], self._stacks["workspace"]
@@ -169,11 +173,12 @@ class Arena:
         return {name: stack.peak for name, stack in self._stacks.items()}
 
     def reserved(self) -> dict[str, int]:
-        """Return the bytes that :meth:`reserve` has given out, by category."""
+        """Return the bytes that :meth:`reserve` has given out, by category, and of the region."""
         return dict(self._reserved)
 
     def held(self) -> dict[str, int]:
-        """Return bytes by category; a stack holds what was planned for it, or its peak while a plan is made."""
+        """Return bytes by category, and of the region; a stack holds what was planned for it, or its peak while a plan
+        is made."""
         held = dict(self._reserved)
         held["workspace"] += self._ops.own_bytes
         for name, stack in self._stacks.items():

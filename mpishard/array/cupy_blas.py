@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpishard.array.cupy_gpu import KINDS, Counters, Gpu
+from mpishard.array.cupy_gpu import KINDS, KINDS_IN_WORDS, Counters, Gpu
 from mpishard.array.cupy_strides import elements, joined
 from mpishard.array.dtypes import DTYPES, Array, accumulator
 from mpishard.errors import ShapeError
@@ -128,9 +128,11 @@ class Blas:
         # Not while the process ends: cuBLAS waits for the device, which may wait for a rank that is gone.
         weakref.finalize(self, _destroy, cublas, self._handle).atexit = False
         cublas.setMathMode(self._handle, cublas.CUBLAS_DEFAULT_MATH | _SUMS_IN_COMPUTE_TYPE)
-        self._types = dict(zip(KINDS, (runtime.CUDA_R_32F, runtime.CUDA_R_64F, runtime.CUDA_R_16BF)))
-        single = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if gpu.tf32 else cublas.CUBLAS_COMPUTE_32F
-        self._compute = dict(zip(KINDS, (single, cublas.CUBLAS_COMPUTE_64F, cublas.CUBLAS_COMPUTE_32F)))
+        types = (runtime.CUDA_R_32F, runtime.CUDA_R_64F, runtime.CUDA_R_16BF, runtime.CUDA_R_16F)
+        self._types = dict(zip(KINDS, types, strict=True))
+        plain = cublas.CUBLAS_COMPUTE_32F
+        single = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if gpu.tf32 else plain
+        self._compute = dict(zip(KINDS, (single, cublas.CUBLAS_COMPUTE_64F, plain, plain), strict=True))
         # cuBLAS reads alpha and beta from host memory, of the type that it computes in, before the call returns.
         self._scalars = {kind: np.array([0, 1], kind) for kind in (DTYPES["float32"], DTYPES["float64"])}
         self._calls: dict[Hashable, _Call] = {}
@@ -160,8 +162,8 @@ class Blas:
         kind = a.dtype
         if kind not in self._types or b.dtype != kind or (out.dtype != kind and out.dtype != accumulator(kind)):
             raise ShapeError(
-                f"matmul was given a {a.dtype}, b {b.dtype}, out {out.dtype}; on a GPU it takes float32, float64 or "
-                "bfloat16 for a and b alike, and for out the same or float32 for bfloat16"
+                f"matmul was given a {a.dtype}, b {b.dtype}, out {out.dtype}; on a GPU it takes "
+                f"{KINDS_IN_WORDS} for a and b alike, and for out the same or float32 for 16 bits"
             )
         how = plan(out.shape, a.shape[-1], elements(a), elements(b), elements(out))
         if isinstance(how, str):

@@ -21,11 +21,12 @@ from mpishard.array.dtypes import DTYPES, DType, accumulator, name_of
 from mpishard.array.kernels import KERNELS, Parameter, type_pairs
 from mpishard.errors import ShapeError
 
-__all__ = ["ALIGNMENT", "KINDS", "Argument", "Compiled", "Counters", "Gpu"]
+__all__ = ["ALIGNMENT", "KINDS", "KINDS_IN_WORDS", "Argument", "Compiled", "Counters", "Gpu"]
 
 ALIGNMENT = 256  # bytes; cudaMalloc gives no less
 #: Element types that kernels compute with.
-KINDS: tuple[DType, ...] = (DTYPES["float32"], DTYPES["float64"], DTYPES["bfloat16"])
+KINDS: tuple[DType, ...] = tuple(DTYPES[name] for name in ("float32", "float64", "bfloat16", "float16"))
+KINDS_IN_WORDS = "float32, float64, bfloat16 or float16"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _PLAIN: dict[str, DType] = {
     "i64": np.dtype(np.int64),

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from mpishard.array.cupy_blas import Blas, workspace_bytes
-from mpishard.array.cupy_gpu import KINDS, Counters, Gpu
+from mpishard.array.cupy_gpu import KINDS, KINDS_IN_WORDS, Counters, Gpu
 from mpishard.array.cupy_host import Transfers
+from mpishard.array.cupy_pinned import CupyPinnedHost
 from mpishard.array.cupy_strides import AXES, elements, joined, padded
 from mpishard.array.dtypes import DTYPES, Array, DType, accumulator
 from mpishard.array.kernels import BLOCK
@@ -87,6 +88,10 @@ class CupyLaunch(Ops):
 
     # --- memory, and the way between host and device
 
+    def pinned_host(self) -> CupyPinnedHost:
+        """Return pinned memory of CUDA, with streams of its own."""
+        return CupyPinnedHost(self.gpu, self.stream, self.counters)
+
     def prepare(self, kind: DType) -> None:
         """Check that the device computes with arrays of ``kind``; the scratch is there.
 
@@ -94,11 +99,11 @@ class CupyLaunch(Ops):
             ConfigError: it does not.
         """
         if kind not in KINDS:
-            raise ConfigError(f"element type {kind} cannot be computed with on a GPU; use float32, float64 or bfloat16")
+            raise ConfigError(f"element type {kind} cannot be computed with on a GPU; use {KINDS_IN_WORDS}")
         if kind == DTYPES["bfloat16"] and self.gpu.capability < 80:
             raise ConfigError(
                 f"{self.gpu.name} has compute capability {self.gpu.capability / 10}; bfloat16 needs 8.0 (A100 or "
-                "later); use float32"
+                "later); use float16 or float32"
             )
 
     def empty(self, count: int, dtype: DType) -> Array:
@@ -172,7 +177,7 @@ class CupyLaunch(Ops):
     @staticmethod
     def _wide(operation: str, x: Array) -> DType:
         if x.dtype not in KINDS:
-            raise ShapeError(f"{operation} was given x of {x.dtype}; on a GPU it takes float32, float64 or bfloat16")
+            raise ShapeError(f"{operation} was given x of {x.dtype}; on a GPU it takes {KINDS_IN_WORDS}")
         return accumulator(x.dtype)
 
     def _grid(self, count: int) -> int:

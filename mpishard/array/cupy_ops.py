@@ -67,7 +67,7 @@ class CupyOps(CupyShardOps):
         parts, rows_per_part = parts_of(rows, width)
         if parts == 1 and out.dtype == wide:
             # A row is a block; nothing is left to combine.
-            values = (x, x, out, width, rows, -1, add)
+            values = (x, x, out, width, rows, -1, add, 1)
             self._launch("ordered_sum", kind, kind, self._grid(width), *values, operation="column_sum")
             return
         if parts == 1 and width * wide.itemsize > self._scratch.nbytes and x.flags.c_contiguous:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpishard.array.backend import AdamWStep, Draw
+from mpishard.array.cupy_gpu import KINDS
 from mpishard.array.cupy_launch import CupyLaunch
 from mpishard.array.dtypes import DTYPES, Array
 from mpishard.array.numpy_ops import NumpyOps
@@ -18,7 +19,7 @@ __all__ = ["CupyShardOps", "evenly"]
 
 _FLOAT32, _FLOAT64, _UINT64 = DTYPES["float32"], DTYPES["float64"], DTYPES["uint64"]
 _PLACE = 0x9E3779B97F4A7C15  # what a fingerprint's weights step by from one place to the next
-#: element size -> a type of that size that kernels read; a fingerprint looks at bits alone
+#: element size -> a type of that size that kernels read; a fingerprint looks at bits alone, so any will do
 _BITS = {2: DTYPES["bfloat16"], 4: _FLOAT32, 8: _FLOAT64}
 
 
@@ -40,7 +41,7 @@ class CupyShardOps(CupyLaunch):
 
     _host: NumpyOps | None = None  # what draws initial values
 
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int) -> None:
         if not blocks or not out.size:
             if not add:
                 self._fill(out, 0.0)
@@ -49,8 +50,13 @@ class CupyShardOps(CupyLaunch):
         found = self._in_a_row(blocks) if all(block.dtype == kind for block in blocks) else None
         if found is not None:
             row, own = found
-            self._launch("ordered_sum", kind, kind, grid, row, blocks[own], out, n, len(blocks), own, add)
+            self._launch("ordered_sum", kind, kind, grid, row, blocks[own], out, n, len(blocks), own, add, bracket)
             return
+        if bracket > 1:
+            raise ShapeError(
+                f"ordered_sum was given brackets of {bracket} blocks that lie apart or are of several types; it takes "
+                "blocks of one type, one behind another but for one of them"
+            )
         for q, block in enumerate(blocks):
             kind = block.dtype
             self._launch("accumulate", kind, kind, grid, block, out, n, add or q > 0, operation="ordered_sum")
@@ -148,7 +154,7 @@ class CupyShardOps(CupyLaunch):
     def _fingerprint(self, x: Array, draw: Draw) -> int:
         if not x.size:
             return 0
-        kind = _BITS.get(x.itemsize)
+        kind = x.dtype if x.dtype in KINDS else _BITS.get(x.itemsize)
         if kind is None:
             raise ShapeError(f"fingerprint was given x of {x.dtype}; it takes elements of 2, 4 or 8 bytes")
         total = self._temp(0, 1, _UINT64)

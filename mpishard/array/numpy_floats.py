@@ -17,7 +17,7 @@ from mpishard.errors import DataError, ShapeError
 
 __all__ = ["NumpyFloatOps", "check_numbers"]
 
-_BFLOAT16 = DTYPES["bfloat16"]
+_BFLOAT16, _FLOAT16 = DTYPES["bfloat16"], DTYPES["float16"]
 _GELU = math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
@@ -28,12 +28,21 @@ class NumpyFloatOps(NumpyShardOps):
     # --- memory
 
     def _copy(self, x: Array, out: Array) -> None:
-        # NumPy counts bfloat16 to no kind, but it is cast to float16 by way of float32 all the same.
-        floating = out.dtype.kind == "f" and x.dtype == _BFLOAT16
-        np.copyto(out, x, casting="unsafe" if floating else "same_kind")
+        if x.dtype == _FLOAT16 and out.flags.c_contiguous:
+            self._widen(x, out)
+        elif out.dtype == _FLOAT16:
+            with np.errstate(all="ignore"):  # NumPy warns of what becomes infinite
+                if x.dtype == _BFLOAT16:  # of no kind to NumPy, but cast by way of float32 all the same
+                    np.copyto(out, x, casting="unsafe")
+                else:
+                    self._round(x, out)
+        else:
+            floating = out.dtype.kind == "f" and x.dtype == _BFLOAT16
+            np.copyto(out, x, casting="unsafe" if floating else "same_kind")
 
     def _fill(self, out: Array, value: float) -> None:
-        out.fill(value)
+        with np.errstate(all="ignore"):
+            out.fill(value)
 
     # --- matrices
 
@@ -252,9 +261,10 @@ class NumpyFloatOps(NumpyShardOps):
 
     def _causal_softmax(self, scores_: Array, lse: Array, first_row: int, scale: float, replay: bool) -> None:
         rows = scores_.shape[1]
-        hidden = self._masks.get(rows)
-        if hidden is None:
-            hidden = self._masks[rows] = np.triu(np.ones((rows, rows), dtype=bool), 1)
+        # Whether row r sees key first_row + k depends on k - r alone: one line of 2 R answers serves all R x R.
+        (line,) = self._temps(2 * rows, np.dtype(np.bool_), 1)
+        line[: rows + 1], line[rows + 1 :] = False, True
+        hidden: Array = np.ndarray((rows, rows), np.bool_, line, rows, (-1, 1))
         np.multiply(scores_, scale, out=scores_)
         np.copyto(scores_[:, :, first_row:], -np.inf, where=hidden)
         if not replay:

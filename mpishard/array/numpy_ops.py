@@ -28,10 +28,6 @@ def _narrow(x: Array) -> bool:
     return bool(x.dtype.itemsize == 2)
 
 
-def _round(wide: Array, out: Array) -> None:
-    np.copyto(out, wide, casting="same_kind")
-
-
 def _part(x: Array, here: tuple[int | slice, ...]) -> Array:
     """Index the leading axes; an array in any case, where a single element of bfloat16 would be none."""
     part: Array = x[here + (...,)]
@@ -48,7 +44,7 @@ class NumpyOps(NumpyFloatOps):
             super()._matmul(a, b, out, add)
             return
         with np.errstate(all="ignore"):
-            product_of_narrow(a, b, out, add, self._wides(*[BLOCK] * 4))
+            product_of_narrow(a, b, out, add, self._wides(*[BLOCK] * 4), self._widen, self._round)
 
     def _column_sum(self, x: Array, out: Array, add: bool) -> None:
         if not _narrow(x):
@@ -62,14 +58,14 @@ class NumpyOps(NumpyFloatOps):
             for part in self._tiles(x.shape[0], rows):
                 block = x[part, columns]
                 wide = flat[: block.size].reshape(block.shape)
-                np.copyto(wide, block)
+                self._widen(block, wide)
                 # The sum so far comes first, as if the block's rows followed it.
                 np.add(wide[0], total, out=wide[0])
                 np.add.reduce(wide, axis=0, out=total)
             if add:
-                np.copyto(flat[:width], out[columns])
+                self._widen(out[columns], flat[:width])
                 np.add(flat[:width], total, out=total)
-            _round(total, out[columns])
+            self._round(total, out[columns])
 
     def _row_dot(self, x: Array, y: Array, out: Array) -> None:
         if not _narrow(x):
@@ -85,7 +81,7 @@ class NumpyOps(NumpyFloatOps):
         found = self._wides(*(array.size for array in arrays))
         for i, array in enumerate(arrays):
             found[i] = found[i].reshape(array.shape)
-            np.copyto(found[i], array)
+            self._widen(array, found[i])
         return found
 
     # --- elementwise
@@ -97,7 +93,7 @@ class NumpyOps(NumpyFloatOps):
         for here in pieces(x.shape, 4 * TILE):
             wide, more = self._widened(_part(x, here), _part(y, here[x.ndim - y.ndim :]))
             np.add(wide, more, out=wide)
-            _round(wide, _part(out, here))
+            self._round(wide, _part(out, here))
 
     def _multiply(self, x: Array, y: Array, out: Array, add: bool) -> None:
         if not _narrow(x):
@@ -110,7 +106,7 @@ class NumpyOps(NumpyFloatOps):
             np.multiply(wide, more, out=wide)
             if add:
                 np.add(before[0], wide, out=wide)
-            _round(wide, target)
+            self._round(wide, target)
 
     def _gelu(self, x: Array, y: Array, tanh: bool) -> None:
         if not _narrow(x):
@@ -120,7 +116,7 @@ class NumpyOps(NumpyFloatOps):
         for tile in self._tiles(x.size):
             (wide,) = self._widened(x[tile])
             super()._gelu(wide, wide, tanh)
-            _round(wide, y[tile])
+            self._round(wide, y[tile])
 
     def _gelu_backward(self, x: Array, dy: Array, dx: Array, tanh: bool) -> None:
         if not _narrow(x):
@@ -130,7 +126,7 @@ class NumpyOps(NumpyFloatOps):
         for tile in self._tiles(x.size):
             wide, slope = self._widened(x[tile], dy[tile])
             super()._gelu_backward(wide, slope, slope, tanh)
-            _round(slope, dx[tile])
+            self._round(slope, dx[tile])
 
     def _dropout(self, x: Array, y: Array, rate: float, draw: Draw) -> None:
         if not _narrow(x):
@@ -140,7 +136,7 @@ class NumpyOps(NumpyFloatOps):
         for tile in self._tiles(x.size):
             (wide,) = self._widened(x[tile])
             super()._dropout(wide, wide, rate, draw._replace(first=draw.first + tile.start))
-            _round(wide, y[tile])
+            self._round(wide, y[tile])
 
     # --- layer norm
 
@@ -154,7 +150,7 @@ class NumpyOps(NumpyFloatOps):
         for tile in self._tiles(rows, max(1, TILE // width)):
             wide, scale, shift = self._widened(x[tile], weight, bias)
             super()._layernorm(wide, scale, shift, wide, mean[tile], rstd[tile], eps)
-            _round(wide, y[tile])
+            self._round(wide, y[tile])
 
     def _layernorm_backward(
         self,
@@ -176,24 +172,24 @@ class NumpyOps(NumpyFloatOps):
         step = max(1, TILE // width)
         block = min(rows, step) * width
         scale, weights, biases, *flats = self._wides(width, width, width, block, block)
-        np.copyto(scale, weight)
+        self._widen(weight, scale)
         sums = ((weights, dweight, add_weight), (biases, dbias, add_bias))
         for total, gradient, add in sums:
             if gradient is not None and add:
-                np.copyto(total, gradient)
+                self._widen(gradient, total)
             else:
                 total.fill(0.0)
         dw, db = (None if gradient is None else total for total, gradient, _ in sums)
         for tile in self._tiles(rows, step):
             part = x[tile]
             wide, slope = (flat[: part.size].reshape(part.shape) for flat in flats)
-            np.copyto(wide, part)
-            np.copyto(slope, dy[tile])
+            self._widen(part, wide)
+            self._widen(dy[tile], slope)
             super()._layernorm_backward(wide, scale, mean[tile], rstd[tile], slope, slope, dw, db, True, True)
-            _round(slope, dx[tile])
+            self._round(slope, dx[tile])
         for total, gradient, _ in sums:
             if gradient is not None:
-                _round(total, gradient)
+                self._round(total, gradient)
 
     # --- embedding
 
@@ -232,13 +228,13 @@ class NumpyOps(NumpyFloatOps):
                 token, position = key >> 32, key & 0xFFFFFFFF
                 if token != last:
                     if last >= 0:
-                        _round(total, dtable[last])
-                    np.copyto(total, dtable[token])
+                        self._round(total, dtable[last])
+                    self._widen(dtable[token], total)
                     last = token
-                np.copyto(row, dy[position])
+                self._widen(dy[position], row)
                 np.add(total, row, out=total)
         if last >= 0:
-            _round(total, dtable[last])
+            self._round(total, dtable[last])
 
     # --- attention
 
@@ -259,7 +255,7 @@ class NumpyOps(NumpyFloatOps):
                     super()._causal_softmax(wide, log, first_row + part.start, scale, False)
                 (wide,) = self._widened(block)
                 super()._causal_softmax(wide, log, first_row + part.start, scale, True)
-                _round(wide, block)
+                self._round(wide, block)
             scores_[:, part, seen:].fill(0.0)
 
     def _softmax_backward(self, p: Array, dp_: Array, delta: Array, scale: float) -> None:
@@ -272,7 +268,7 @@ class NumpyOps(NumpyFloatOps):
             np.subtract(slope, _part(delta, here[:2])[..., None], out=slope)
             np.multiply(slope, wide, out=slope)
             np.multiply(slope, scale, out=slope)
-            _round(slope, target)
+            self._round(slope, target)
 
     # --- loss
 
@@ -284,4 +280,4 @@ class NumpyOps(NumpyFloatOps):
             (wide,) = self._widened(logits_[rows])
             super()._cross_entropy(wide, targets[rows], losses[rows], scale, gradient)
             if gradient:
-                _round(wide, logits_[rows])
+                self._round(wide, logits_[rows])

@@ -20,23 +20,33 @@ __all__ = ["NumpyShardOps"]
 class NumpyShardOps(NumpyTiles):
     """The operations that optimiser, communication and checksums use."""
 
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int) -> None:
         if not blocks:
             if not add:
                 out.fill(0.0)
             return
         for tile in self._tiles(out.size):
             target = out[tile]
-            for i, block in enumerate(blocks):
-                part = block[tile]
-                if part.dtype != out.dtype:
-                    (wide,) = self._temps(part.size, out.dtype, 1)
-                    np.copyto(wide, part)
-                    part = wide
-                if i == 0 and not add:
-                    np.copyto(target, part)
+            wide, total = self._temps(target.size, out.dtype, 2)
+            for first in range(0, len(blocks), bracket):
+                written = first == 0 and not add
+                if bracket == 1 or written:
+                    self._add_up(blocks[first : first + bracket], tile, target, wide, written)
                 else:
-                    np.add(target, part, out=target)
+                    self._add_up(blocks[first : first + bracket], tile, total, wide, True)
+                    np.add(target, total, out=target)
+
+    def _add_up(self, blocks: Sequence[Array], tile: slice, target: Array, wide: Array, write: bool) -> None:
+        """Add a tile of the blocks to ``target``, of which the first may be written; ``wide`` is overwritten."""
+        for i, block in enumerate(blocks):
+            part = block[tile]
+            if part.dtype != target.dtype:
+                self._widen(part, wide)
+                part = wide
+            if i == 0 and write:
+                np.copyto(target, part)
+            else:
+                np.add(target, part, out=target)
 
     def _square_sums(self, x: Array, holes: Sequence[tuple[int, int]], out: Array) -> None:
         wide_type = np.dtype(np.float64)
@@ -83,7 +93,7 @@ class NumpyShardOps(NumpyTiles):
                     np.multiply(p, 1.0 - step.lr * decay, out=p)
                 np.subtract(p, t, out=p)
                 if cast is not None:
-                    np.copyto(cast[tile], p, casting="same_kind")
+                    self._round(p, cast[tile])
 
     def _normal(self, out: Array, draw: Draw, std: float) -> None:
         first, last = draw.first, draw.first + out.size

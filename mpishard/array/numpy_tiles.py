@@ -7,7 +7,9 @@ Tile borders depend on shapes alone, never on the number of ranks.
 
 [Note: sixteen bits]
 Arrays of bfloat16 and float16 are read in blocks into float32, computed on there, and rounded once to the type of
-the output. The blocks lie in a second scratch, taken by ``prepare`` or by the first operation on such an array.
+the output. The blocks lie in a second scratch, taken by ``prepare`` or by the first operation on such an array. The
+end of the first one is the conversions' own (:mod:`mpishard.array.numpy_halves`), unless temporaries fill it: those of
+an operation are not needed when it reads its arguments, nor any more when it writes its result.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpishard.array.dtypes import Array, DType
+from mpishard.array.dtypes import DTYPES, Array, DType
+from mpishard.array.numpy_halves import HALF_BYTES, narrow_halves, widen_halves
 from mpishard.array.ops import Ops
 from mpishard.errors import ShapeError
 
@@ -27,6 +30,8 @@ TILE = 16384  # elements
 SCRATCH = 1 << 20  # bytes: six tiles of float64
 WIDE = 1 << 22  # bytes of a backend's scratch for blocks of 16-bit arrays: four matrices of BLOCK elements in float32
 BLOCK = WIDE // 16  # elements
+_FEW = 1024  # elements that NumPy reads sooner by itself
+_FLOAT16, _FLOAT32 = DTYPES["float16"], DTYPES["float32"]
 
 
 def aligned(count: int, dtype: DType) -> Array:
@@ -60,9 +65,9 @@ class NumpyTiles(Ops):
 
     def __init__(self) -> None:
         self._scratch = aligned(SCRATCH, np.dtype(np.uint8))
+        self._halves = self._scratch[-HALF_BYTES * TILE :]
         self._wide = aligned(0, np.dtype(np.float32))
         self._temporaries: dict[tuple[int, DType, int], list[Array]] = {}
-        self._masks: dict[int, Array] = {}
 
     def prepare(self, kind: DType) -> None:
         """Take the second scratch where ``kind`` has 16 bits; ``own_bytes`` grows by WIDE then."""
@@ -99,6 +104,26 @@ class NumpyTiles(Ops):
         if start > self._wide.size:
             raise ShapeError(f"a row of {max(sizes)} elements is longer than the CPU backend's tiles allow")
         return found
+
+    def _widen(self, x: Array, out: Array) -> None:
+        """``out = x``, of one shape; out has x's type or one that holds all its values, and is contiguous."""
+        if x.dtype != _FLOAT16 or out.dtype != _FLOAT32 or x.size < _FEW:
+            np.copyto(out, x)
+            return
+        if x.flags.c_contiguous:
+            x, out = x.reshape(-1), out.reshape(-1)
+        for here in pieces(x.shape):
+            widen_halves(x[here + (...,)], out[here + (...,)], self._halves)
+
+    def _round(self, wide: Array, out: Array) -> None:
+        """``out = wide``, of one shape and any strides, rounded to nearest, ties to even."""
+        if out.dtype != _FLOAT16 or wide.dtype != _FLOAT32:
+            np.copyto(out, wide, casting="same_kind")
+            return
+        if wide.flags.c_contiguous and out.flags.c_contiguous:
+            wide, out = wide.reshape(-1), out.reshape(-1)
+        for here in pieces(wide.shape):
+            narrow_halves(wide[here + (...,)], out[here + (...,)], self._halves)
 
     @staticmethod
     def _tiles(count: int, size: int = TILE) -> Iterator[slice]:

@@ -14,12 +14,15 @@ Shape legend: N rows (tokens), C features, B sequences, T positions, H heads, R 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpishard.array.backend import AdamWStep, Backend, Draw
 from mpishard.array.constants import CHUNK, EXACT_WORDS
 from mpishard.array.dtypes import Array
 from mpishard.errors import ShapeError
+
+if TYPE_CHECKING:
+    from mpishard.array.pinned import PinnedHost
 
 __all__ = ["AdamWStep", "Draw", "Ops"]
 
@@ -42,6 +45,17 @@ class Ops(Backend):
     def room(self) -> int:
         """Bytes that :meth:`empty` could give in all, as far as the backend knows."""
         return 1 << 62
+
+    def pinned_host(self) -> PinnedHost | None:
+        """Return host memory beside the device, of which nothing is taken yet; None where arrays are host memory."""
+        return None
+
+    def alike(self, count: int) -> range:
+        """Return the numbers of ``count`` parts on which a layer does the same, in memory that each takes in turn.
+
+        Those after the first are of its shapes, or smaller; so a plan, which is made on shapes, needs the first alone.
+        """
+        return range(count)
 
     def _note(self, operation: str, flops: float, nbytes: float) -> None:
         """Record a cost; backends that compute do not."""
@@ -232,13 +246,21 @@ class Ops(Backend):
 
     # --- shards
 
-    def ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
-        """``out (+)= blocks[0] + blocks[1] + ...``, one after another in out's type; blocks and out (count,)."""
+    def ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int = 1) -> None:
+        """``out (+)= blocks[0] + blocks[1] + ...``, one after another in out's type; blocks and out (count,).
+
+        With ``bracket`` k above 1, every k blocks are summed by themselves first, and these sums are the terms:
+        ``out (+)= (b[0] + ... + b[k-1]) + (b[k] + ... + b[2k-1]) + ...``, in out's type throughout.
+        """
         for block in blocks:
             if block.shape != out.shape or block.ndim != 1:
                 _misfit("ordered_sum", "equal 1-D shapes", block=block, out=out)
+        if bracket < 1 or len(blocks) % bracket:
+            raise ShapeError(
+                f"ordered_sum was given {len(blocks)} blocks and bracket {bracket}; it takes whole brackets of blocks"
+            )
         self._note("ordered_sum", len(blocks) * out.size, sum(b.nbytes for b in blocks) + 2 * out.nbytes)
-        self._ordered_sum(blocks, out, add)
+        self._ordered_sum(blocks, out, add, bracket)
 
     def square_sums(self, x: Array, holes: Sequence[tuple[int, int]], out: Array) -> None:
         """``out[i]`` = fp64 sum of squares of x's i-th CHUNK, leaving out what lies in ``holes``.

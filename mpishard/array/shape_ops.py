@@ -16,11 +16,12 @@ import numpy as np
 from mpishard.array.backend import AdamWStep, Draw
 from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
+from mpishard.array.pinned import Pairs, PinnedHost
 from mpishard.errors import ArenaError
 
 __all__ = ["ShapeOps"]
 
-_SPACE = 1 << 44  # bytes of address space asked for first; less where the system limits it
+_SPACE = 1 << 46  # bytes of address space asked for first; less where the system limits it
 
 
 @functools.cache
@@ -56,21 +57,30 @@ class ShapeOps(Ops):
         """Bytes of address space in all; a limit of the system makes it smaller."""
         return int(self._space.size)
 
+    def alike(self, count: int) -> range:
+        """Return the first of parts that are alike."""
+        return range(min(1, count))
+
     def _note(self, operation: str, flops: float, nbytes: float) -> None:
         cost = self.costs.setdefault(operation, [0.0, 0.0, 0.0])
         cost[0] += 1
         cost[1] += flops
         cost[2] += nbytes
 
+    def pinned_host(self) -> PinnedHost:
+        """Return what counts the bytes of host memory, and has none."""
+        return _ShapePinnedHost(self)
+
     def empty(self, count: int, dtype: DType) -> Array:
         """Return a 1-D array without memory, at a multiple of 64 bytes."""
         nbytes = count * np.dtype(dtype).itemsize
-        start = self._used
-        self._used = -(-(start + nbytes) // 64) * 64
-        if self._used > self._space.size:
+        if nbytes > self._space.size:
             raise ArenaError(
                 f"a plan of more than {self._space.size} bytes does not fit the address space (ulimit -v limits it?)"
             )
+        # Nobody writes, so where all together are larger than the space, later arrays may lie where earlier ones do.
+        start = self._used if self._used + nbytes <= self._space.size else 0
+        self._used = -(-(start + nbytes) // 64) * 64
         view: Array = self._space[start : start + nbytes].view(dtype)
         return view
 
@@ -109,7 +119,7 @@ class ShapeOps(Ops):
     def _softmax_backward(self, p: Array, dp_: Array, delta: Array, scale: float) -> None: ...
     def _cross_entropy(self, logits_: Array, targets: Array, losses: Array, scale: float, gradient: bool) -> None: ...
     def _sum64(self, x: Array, out: Array) -> None: ...
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None: ...
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int) -> None: ...
     def _square_sums(self, x: Array, holes: Sequence[tuple[int, int]], out: Array) -> None: ...
     def _adamw(
         self, param: Array, grad: Array, exp_avg: Array, exp_avg_sq: Array, cast: Array | None, step: AdamWStep
@@ -118,3 +128,19 @@ class ShapeOps(Ops):
     def _normal(self, out: Array, draw: Draw, std: float) -> None: ...
     def _fingerprint(self, x: Array, draw: Draw) -> int:
         return 0
+
+
+class _ShapePinnedHost(PinnedHost):
+    """Host memory that is not there."""
+
+    def _allocate(self, nbytes: int) -> Array:
+        return self.ops.empty(nbytes, np.dtype(np.uint8))
+
+    def copy_in(self, slot: int, pairs: Pairs) -> None:
+        """Nothing moves."""
+
+    def copy_out(self, slot: int, pairs: Pairs) -> None:
+        """Nothing moves."""
+
+    def settle(self) -> None:
+        """Nothing is under way."""

@@ -24,7 +24,6 @@ from mpishard.checkpoint.tensors import (
 )
 from mpishard.errors import CheckpointError
 from mpishard.shard.engine import Engine
-from mpishard.shard.state import refresh
 
 __all__ = ["check_sums", "load", "shared_header"]
 
@@ -32,8 +31,10 @@ __all__ = ["check_sums", "load", "shared_header"]
 def load(engine: Engine, path: Path) -> Manifest:
     """Give the engine the parameters, optimiser states and counters of a checkpoint; return its manifest. Collective.
 
-    An engine without optimiser takes the parameters and counters. All that was read is compared with the manifest's
-    checksums. After an error in what was read, the engine's values are of no use.
+    An engine without optimiser takes the parameters and counters. An engine that scales its loss takes the scale where
+    the one that saved did so too, else it begins with its own. All that was read is compared with the manifest's
+    checksums. After an error in what was read, the engine's values are of no use. Optimiser states of parameters that
+    were frozen when it was saved begin at zero; of those that are frozen in the engine, none are read.
 
     Args:
         path: the checkpoint's directory, the same on all ranks.
@@ -51,8 +52,11 @@ def load(engine: Engine, path: Path) -> Manifest:
     for name, header in headers.items():
         _check_header(path / f"{name}.safetensors", header, manifest)
     agreed(comm, lambda: _read(engine, path, headers, arrays))
+    engine.refresh()
     check_sums(path, manifest, checksums(engine))
     engine.steps, engine.updates = manifest.step, manifest.updates
+    if engine.loss_scale is not None and manifest.loss_scale is not None:
+        engine.loss_scale.restore(manifest.loss_scale)
     return manifest
 
 
@@ -94,7 +98,8 @@ def _check_header(file: Path, header: Header, manifest: Manifest) -> None:
             "it was cut short or changed: copy it again"
         )
     kind = FORMAT_TYPES[manifest.dtype]
-    expected_entries = {tensor.name: (tensor.shape, kind) for tensor in manifest.tensors}
+    array = file.name.removesuffix(".safetensors")
+    expected_entries = {tensor.name: (tensor.shape, kind) for tensor in manifest.tensors if array in tensor.checksums}
     if {name: (entry.shape, entry.dtype) for name, entry in header.entries.items()} != expected_entries:
         raise CheckpointError(f"{file}: its tensors are not those of the manifest; copy the checkpoint again")
 
@@ -105,14 +110,17 @@ def _read(engine: Engine, path: Path, headers: Mapping[str, Header], arrays: Map
         file = path / f"{name}.safetensors"
         with system_errors(file, engine.comm.rank, writing=False), open_regular(file) as opened:
             for part in engine.state.values():
-                for piece in part.pieces:
-                    entry = headers[name].entries[public_name(engine.model, part.unit, piece.slot.name)]
+                for piece in part.pieces if array in part.arrays else ():
+                    entry = headers[name].entries.get(public_name(engine.model, part.unit, piece.slot.name))
                     whole = part.arrays[array][piece.offset : piece.end]
+                    home = part.home(array, engine.ops)
+                    if entry is None:  # it was frozen
+                        home.fill(whole, 0.0)
+                        continue
                     for out, start in parts(whole):
-                        host = engine.ops.host_like(out)
+                        host = home.host_like(out)
                         read_into(opened.fileno(), host, entry.at(piece.start + start), file)
-                        engine.ops.upload(host, out)
-    refresh(engine.state, engine.ops)
+                        home.upload(host, out)
 
 
 def check_sums(path: Path, manifest: Manifest, found: Mapping[str, Mapping[str, int]]) -> None:
@@ -122,7 +130,8 @@ def check_sums(path: Path, manifest: Manifest, found: Mapping[str, Mapping[str, 
         CheckpointError: they are others; a few of the tensors are named.
     """
     for array, sums in found.items():
-        wrong = [t.name for t in manifest.tensors if int(t.checksums[array], 16) != sums[t.name]]
+        told = {t.name: int(t.checksums[array], 16) for t in manifest.tensors if array in t.checksums}
+        wrong = [name for name, value in told.items() if name in sums and value != sums[name]]
         if wrong:
             raise CheckpointError(
                 f"{path / array}.safetensors: is damaged (another checksum than the manifest's: {listed(wrong)}); "

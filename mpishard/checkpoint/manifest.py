@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from mpishard.checkpoint.strict_json import parse_json, shown
 from mpishard.errors import CheckpointError
+from mpishard.shard.loss_scale import scale_problem
 
 __all__ = ["Manifest", "Tensor", "digest_of"]
 
@@ -29,7 +30,10 @@ _TENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: ``checksums`` holds 16 hex digits by array (``model``, ``exp_avg``, ...)."""
+    """One parameter: ``checksums`` holds 16 hex digits by array (``model``, ``exp_avg``, ...).
+
+    A parameter that was frozen is in ``model`` alone: it has no optimiser states.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +54,7 @@ class Manifest:
         files: bytes of every file but this one, by name.
         digests: of those files that hold no tensors, as :func:`digest_of` gives them, by name.
         checksum: of all parameters and moments, as ``Engine.checksum`` gives it.
+        loss_scale: where the run scales its loss, what its ``LossScale`` goes on from; else None, and not in the file.
     """
 
     mpishard: str
@@ -62,10 +67,11 @@ class Manifest:
     files: Mapping[str, int]
     digests: Mapping[str, str]
     checksum: str
+    loss_scale: Mapping[str, float | int] | None = None
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The arrays held for each parameter: ``model``, then the optimiser's."""
+        """The arrays held for each parameter that is trained: ``model``, then the optimiser's."""
         names = [name.removesuffix(_TENSORS) for name in self.files if name.endswith(_TENSORS)]
         return tuple(sorted(names, key=lambda name: name != "model"))
 
@@ -82,7 +88,8 @@ class Manifest:
             ) from None
 
         try:
-            text = json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, allow_nan=False)
+            told = {name: value for name, value in asdict(self).items() if name != "loss_scale" or value is not None}
+            text = json.dumps({"format": _FORMAT, "version": _VERSION, **told}, allow_nan=False)
             table = parse_json(text, "it", refuse)  # as a reader will have it: keys of JSON are texts
             return json.dumps({**table, "digest": _digest_of_table(table)}, indent=2) + "\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -146,9 +153,11 @@ def _contradiction(manifest: Manifest) -> str:
     names = Counter(tensor.name for tensor in manifest.tensors)
     if twice := [name for name, count in names.items() if count > 1]:
         return f"it has the tensor {shown(twice[0])} twice"
-    arrays = set(manifest.arrays)
-    if lacking := [tensor.name for tensor in manifest.tensors if set(tensor.checksums) != arrays]:
-        return f"{shown(lacking[0])} has no checksum for each of {', '.join(manifest.arrays)}"
+    for tensor in manifest.tensors:
+        if "model" not in tensor.checksums:
+            return f"{shown(tensor.name)} has no checksum for model"
+        if unknown := sorted(tensor.checksums.keys() - set(manifest.arrays)):
+            return f"{shown(tensor.name)} has a checksum for {shown(unknown[0])}, of which there is no file"
     if manifest.updates > manifest.step:
         return f"its updates are {manifest.updates}, its steps {manifest.step}"
     total = sum(int(value, 16) for tensor in manifest.tensors for value in tensor.checksums.values()) % 2**64
@@ -162,7 +171,7 @@ def _contradiction(manifest: Manifest) -> str:
 
 def _check_fields(table: dict[str, Any], where: str) -> None:
     fields = {name: field.type for name, field in Manifest.__dataclass_fields__.items()}
-    if missing := sorted(fields.keys() - table.keys()):
+    if missing := sorted(fields.keys() - table.keys() - {"loss_scale"}):
         _refuse(where, f"it has no {missing[0]}")
     if unknown := sorted(table.keys() - fields.keys()):
         _refuse(where, f"it has {shown(unknown[0])}, which is not known")
@@ -175,6 +184,7 @@ def _check_fields(table: dict[str, Any], where: str) -> None:
         "digests": isinstance(table["digests"], dict) and all(map(_is_digest, table["digests"].values())),
         "tensors": isinstance(table["tensors"], list) and all(map(_is_tensor, table["tensors"])),
         "checksum": _is_sum(table["checksum"]),
+        "loss_scale": "loss_scale" not in table or _is_scale(table["loss_scale"]),
     }
     for name, fits in valid.items():
         if not fits:
@@ -190,6 +200,15 @@ def _is_tensor(value: object) -> bool:
         and all(map(_is_count, value["shape"]))
         and isinstance(value["checksums"], dict)
         and all(map(_is_sum, value["checksums"].values()))
+    )
+
+
+def _is_scale(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"scale", "good"}
+        and not scale_problem("scale", value["scale"])
+        and _is_count(value["good"])
     )
 
 

@@ -41,18 +41,18 @@ __all__ = ["save"]
 
 @dataclass(frozen=True)
 class _Capture:
-    """What this rank writes: the first bytes of each file, and (file, place in it in bytes, values)."""
+    """What this rank writes: the first bytes of each file, and (file, place in it in bytes, values, operations)."""
 
     heads: Mapping[str, tuple[bytes, Header]]
-    ranges: tuple[tuple[str, int, Array], ...]
+    ranges: tuple[tuple[str, int, Array, Ops], ...]
     manifest: Manifest
 
 
 def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside: Mapping[str, str] = {}) -> None:
-    """Write the engine's parameters, optimiser states and counters as the directory ``path``. Collective.
+    """Write the engine's parameters, optimiser states, counters and loss scale as the directory ``path``. Collective.
 
     ``model.safetensors`` opens in other people's tools; so does the file of each optimiser state. Arrays are of the
-    engine's type. A checkpoint of the same name is replaced.
+    engine's type; frozen parameters have no optimiser states. A checkpoint of the same name is replaced.
 
     Args:
         path: the same on all ranks, on a file system that all ranks see. A name ``step-<digits>`` is that of the
@@ -72,7 +72,7 @@ def save(engine: Engine, path: Path, *, configuration: Mapping[str, Any], beside
     folder = path.with_name(f"{_hidden(path, 'new')}{token}")
     try:
         small = by_rank_zero(comm, lambda: _prepare(path, folder, capture, contents)) or {}
-        agreed(comm, lambda: _write(folder, capture, comm.rank, engine.ops))
+        agreed(comm, lambda: _write(folder, capture, comm.rank))
         by_rank_zero(comm, lambda: _commit(path, folder, small))
     except CheckpointError:  # on all ranks; none goes on while the directory is there
         by_rank_zero(comm, lambda: _remove(folder))
@@ -111,15 +111,19 @@ def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[s
     shapes = shapes_of(engine.model)
     arrays = arrays_of(engine.states)
     dtype = type_of(engine)
-    head = make_header(shapes.items(), FORMAT_TYPES[dtype])
-    files = {f"{array}.safetensors": head for array in arrays}
+    sums = checksums(engine)
+    files = {
+        f"{array}.safetensors": make_header([(name, shapes[name]) for name in sums[array]], FORMAT_TYPES[dtype])
+        for array in arrays
+    }
     ranges = []
     for part, piece in own_pieces(engine.state):
-        entry = head[1].entries[public_name(engine.model, part.unit, piece.slot.name)]
+        public = public_name(engine.model, part.unit, piece.slot.name)
         for array, name in arrays.items():
-            values = part.slice_of(name)[piece.offset : piece.end]
-            ranges.append((f"{array}.safetensors", entry.at(piece.start), values))
-    sums = checksums(engine)
+            if public in sums[array]:
+                entry = files[f"{array}.safetensors"][1].entries[public]
+                values = part.slice_of(name)[piece.offset : piece.end]
+                ranges.append((f"{array}.safetensors", entry.at(piece.start), values, part.home(name, engine.ops)))
     manifest = Manifest(
         mpishard=mpishard.__version__,
         step=engine.steps,
@@ -128,7 +132,7 @@ def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[s
         dtype=dtype,
         configuration=dict(configuration),
         tensors=tuple(
-            Tensor(name, shape, {array: f"{sums[array][name]:016x}" for array in arrays})
+            Tensor(name, shape, {array: f"{found[name]:016x}" for array, found in sums.items() if name in found})
             for name, shape in shapes.items()
         ),
         files={
@@ -137,6 +141,7 @@ def _capture(engine: Engine, configuration: Mapping[str, Any], beside: Mapping[s
         },
         digests={name: digest_of(content) for name, content in beside.items()},
         checksum=f"{sum(value for row in sums.values() for value in row.values()) % 2**64:016x}",
+        loss_scale=engine.loss_scale.state() if engine.loss_scale is not None else None,
     )
     return _Capture(files, tuple(ranges), manifest)
 
@@ -171,12 +176,12 @@ def _hidden(path: Path, kind: str) -> str:
     return f".{path.name}.{kind}-"
 
 
-def _write(folder: Path, capture: _Capture, rank: int, ops: Ops) -> None:
+def _write(folder: Path, capture: _Capture, rank: int) -> None:
     """Write this rank's ranges and put them on the disk."""
     for name in capture.heads:
         path = folder / name
         with system_errors(path, rank, writing=True), _opened(path, os.O_WRONLY) as file:
-            for target, offset, values in capture.ranges:
+            for target, offset, values, ops in capture.ranges:
                 if target == name:
                     for part, start in parts(values):
                         write_from(file, ops.fetch(part), offset + start * values.itemsize)

@@ -64,7 +64,7 @@ def checksums(engine: Engine) -> dict[str, dict[str, int]]:
     """Return 64-bit sums by array and public name, which add up to the engine's checksum. Collective.
 
     They are those of :func:`mpishard.shard.state.fingerprint`, kept apart for each tensor, so they do not depend on
-    the ranks either.
+    the ranks either. A frozen parameter is left out where it has nothing: in all arrays but ``model``.
     """
     columns = {name: column for column, name in enumerate(shapes_of(engine.model))}
     arrays = arrays_of(engine.states)
@@ -72,13 +72,29 @@ def checksums(engine: Engine) -> dict[str, dict[str, int]]:
     for part, piece in own_pieces(engine.state):
         column = columns[public_name(engine.model, part.unit, piece.slot.name)]
         for row, array in enumerate(arrays.values()):
+            if array not in part.arrays:
+                continue
             values = part.slice_of(array)[piece.offset : piece.end]
             label = stream(f"{array}:{part.unit.prefix}{piece.slot.name}")
-            shares[row, column] += np.uint64(engine.ops.fingerprint(values, Draw(0, label, 0, piece.start)))
+            home = part.home(array, engine.ops)
+            shares[row, column] += np.uint64(home.fingerprint(values, Draw(0, label, 0, piece.start)))
     total = np.zeros_like(shares)
     for record in engine.comm.exchange(shares.tobytes(), "checksums of tensors"):
         total += np.frombuffer(record, np.uint64).reshape(total.shape)
-    return {array: dict(zip(columns, row.tolist(), strict=True)) for array, row in zip(arrays, total, strict=True)}
+    frozen = {
+        public_name(engine.model, part.unit, spec.name)
+        for part in engine.state.values()
+        for spec in part.unit.specs
+        if not part.trained
+    }
+    return {
+        array: {
+            name: value
+            for name, value in zip(columns, row.tolist(), strict=True)
+            if array == "model" or name not in frozen
+        }
+        for array, row in zip(arrays, total, strict=True)
+    }
 
 
 def misfits(found: Mapping[str, Sequence[int]], expected: Mapping[str, tuple[int, ...]]) -> str:

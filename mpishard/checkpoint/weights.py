@@ -21,7 +21,6 @@ from mpishard.checkpoint.tensors import check_tensors, checksums, listed, public
 from mpishard.errors import CheckpointError
 from mpishard.nn.model import Model
 from mpishard.shard.engine import Engine
-from mpishard.shard.state import refresh
 
 __all__ = ["find_weights", "load_weights"]
 
@@ -64,6 +63,7 @@ def load_weights(engine: Engine, file: Path) -> None:
             f"{file}: {listed(strange)} cannot become {dtype} exactly; convert to {' or '.join(_EXACT[dtype])}"
         )
     agreed(comm, lambda: _read(engine, file, source))
+    engine.refresh()
     folder = file.parent
     beside = from_rank_zero(comm, lambda: manifest_bytes(folder) if (folder / MANIFEST).exists() else b"")
     if beside and file.name == _MODEL:  # one of our own checkpoints: it says what its values are
@@ -134,17 +134,17 @@ def _read(engine: Engine, file: Path, source: _Source) -> None:
             for piece in part.pieces:
                 name = public_name(engine.model, part.unit, piece.slot.name)
                 entry = source.entries[name]
+                home = part.home("param", engine.ops)
                 for out, start in parts(part.arrays["param"][piece.offset : piece.end]):
-                    host = engine.ops.host_like(out)
+                    host = home.host_like(out)
                     for values in read_converted(number, entry.dtype, entry.at(piece.start + start), file, host):
                         if not np.isfinite(values).all():
                             raise CheckpointError(f"{file}: {entry.name} holds NaN or infinity; take other weights")
-                    engine.ops.upload(host, out)
+                    home.upload(host, out)
                 for copy in source.ties.get(name, ()):
                     places = (entry.at(piece.start), copy.at(piece.start))
                     if not _equal(number, places, (piece.stop - piece.start) * entry.width, file):
                         raise CheckpointError(_untied(str(file), copy, entry))
-    refresh(engine.state, engine.ops)
 
 
 def _equal(number: int, places: tuple[int, int], size: int, file: Path) -> bool:

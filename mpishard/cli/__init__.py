@@ -19,6 +19,7 @@ import click
 from mpishard import __version__
 from mpishard.cli.data import data as data_command
 from mpishard.cli.generate import generate as generate_command
+from mpishard.cli.plan import plan as plan_command
 from mpishard.cli.schedule import schedule as schedule_command
 from mpishard.cli.train import train as train_command
 from mpishard.errors import ConfigError, LaunchError
@@ -48,6 +49,7 @@ def program() -> None:
 
 program.add_command(train_command)
 program.add_command(schedule_command)
+program.add_command(plan_command)
 program.add_command(data_command)
 program.add_command(generate_command)
 

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from mpishard.comm.base import Communicator
     from mpishard.errors import ConfigError
 
-__all__ = ["ending_all", "start"]
+__all__ = ["MOST_RANKS", "ending_all", "rank_of", "start", "start_alone"]
+
+#: ranks of a job that one process may play a rank of
+MOST_RANKS = 1_000_000
 
 
 def start(
@@ -48,6 +51,63 @@ def start(
     install_abort_hook(comm)
     leave_together(comm)
     return comm
+
+
+def rank_of(text: str) -> tuple[int, int]:
+    """Return the rank and the number of ranks that ``--as-rank`` names.
+
+    Raises:
+        ConfigError: it names none, or this process is one of several.
+    """
+    from mpishard.errors import ConfigError
+    from mpishard.launched import environment_size
+
+    rank, slash, size = (part.strip() for part in text.partition("/"))
+    if not (slash and _is_number(rank) and _is_number(size)):
+        raise ConfigError(f"--as-rank is {text!r}; it must be a rank and a number of ranks, as in 5/1024")
+    if not 1 <= int(size) <= MOST_RANKS:
+        raise ConfigError(f"--as-rank is {text!r}; the number of ranks must be at least 1 and at most {MOST_RANKS}")
+    if int(rank) >= int(size):
+        raise ConfigError(f"--as-rank is {text!r}; the ranks of {int(size)} are 0 to {int(size) - 1}")
+    if (launched := environment_size() or 1) > 1:
+        raise ConfigError(
+            f"--as-rank is one process that plays a rank of {int(size)}, and the launcher started {launched}; start it "
+            "without mpiexec or srun"
+        )
+    return int(rank), int(size)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def start_alone(
+    rank: int, size: int, transport: str, device: str, *, node: int = 0, tf32: bool = False
+) -> Communicator:
+    """Return the communicator of one rank of a job that is not there: it answers collectives by itself.
+
+    Args:
+        transport: the one that the job would use; ``auto`` is mpi on a CPU, and staged on a GPU.
+        node: ranks of a node; 0 for all on one.
+
+    Raises:
+        ConfigError: the transport or the device cannot be used as asked.
+    """
+    from mpishard.array.device import operations
+    from mpishard.comm.alone import AloneCommunicator
+    from mpishard.comm.choice import Candidate, choose
+    from mpishard.errors import ConfigError
+
+    if transport == "local":
+        raise ConfigError(
+            "comm.transport is local, which is one rank alone, and --as-rank names one of several; use auto"
+        )
+    ops = operations(device, None, tf32=tf32)
+    if ops.device == "cpu":
+        transport, _ = choose([Candidate()], transport)
+    elif transport == "auto":
+        transport = "staged"
+    return AloneCommunicator(rank, size, ops, transport, node or None)
 
 
 @contextmanager

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import click
 
 from mpishard.cli.options import ConfiguredCommand, settings_options
+from mpishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpishard.nn.model import Model
     from mpishard.shard.instructions import Instruction
     from mpishard.shard.precision import Precision
+    from mpishard.shard.schedule import Settings
     from mpishard.train.sections import Config
 
 __all__ = ["KINDS", "described", "schedule"]
@@ -55,40 +57,42 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
         every: also micro-batches that repeat the one before.
 
     Raises:
-        ConfigError: the ranks do not divide the micro-batches.
+        ConfigError: the ranks do not divide the micro-batches, or the group the ranks.
     """
-    from mpishard.shard.engine import outline_of
     from mpishard.shard.instructions import Evaluate, Predict
+    from mpishard.shard.outline import outline_of, separated
     from mpishard.shard.precision import precision
-    from mpishard.shard.schedule import Settings, build_forward, build_step
+    from mpishard.shard.schedule import build_forward, build_step
+    from mpishard.shard.strategy import group_of
     from mpishard.shard.text import legend, lines
     from mpishard.train.config import check_ranks
     from mpishard.train.model import build_model
-    from mpishard.train.sections import DTYPES
+    from mpishard.train.settings import in_words, settings_of, types_of
 
-    check_ranks(config, ranks)
-    shard, batch = config.shard, config.train
-    micros = 1 if kind == "predict" else batch.global_batch // batch.micro_batch // ranks
-    settings = Settings(shard.strategy, shard.prefetch, shard.recompute, micros)
-    model = build_model(config.model)
+    micros = check_ranks(config, ranks)
+    micros = 1 if kind == "predict" else micros
+    settings = settings_of(config, micros)
+    if settings.hybrid and not settings.group:
+        raise ConfigError("shard.group is 0, the ranks of a node, and no nodes are known here; set shard.group")
+    group = group_of(settings, ranks, ranks)
+    model = separated(build_model(config.model, recompute_attention=config.shard.recompute == "attention"))
     outline = outline_of(model)
     if kind == "step":
         listed = build_step(outline, settings)
     else:
         listed = build_forward(outline, settings, Evaluate if kind == "evaluate" else Predict)
-    share = f"{_many(micros, 'micro-batch', 'es')} of {_many(batch.micro_batch, 'sequence')} a rank"
-    types = precision(DTYPES[config.precision.compute])
+    share = f"{_many(micros, 'micro-batch', 'es')} of {_many(config.train.micro_batch, 'sequence')} a rank"
+    types = precision(*types_of(config.precision))
     text = [
-        f"{kind}: {shard.strategy}, prefetch {shard.prefetch}, recompute {shard.recompute}, "
-        f"{config.precision.compute}, {_many(ranks, 'rank')}, "
+        f"{kind}: {in_words(config, settings)}, {_many(ranks, 'rank')}, "
         f"{share if kind != 'predict' else 'the same sequence on every rank'}",
-        *_units(model, ranks, types),
+        *_units(model, ranks, group, types),
         "",
         *lines(listed, every=every),
         "",
         *(f"{name:10} {meaning}" for name, meaning in legend(listed)),
         "",
-        *_sums(listed, model, ranks, types),
+        *_sums(listed, model, settings, ranks, group, types),
     ]
     text.append("before the list, one record from every rank: that it begins this one too")
     if kind == "evaluate":
@@ -96,7 +100,7 @@ def described(config: Config, ranks: int, kind: str = "step", *, every: bool = F
     return text
 
 
-def _units(model: Model, ranks: int, types: Precision) -> list[str]:
+def _units(model: Model, ranks: int, group: int, types: Precision) -> list[str]:
     """Say how large the units are when they are gathered, and a rank's shard; neighbours of one size share a line."""
     from mpishard.shard.layout import layout
     from mpishard.train.display import size
@@ -111,35 +115,51 @@ def _units(model: Model, ranks: int, types: Precision) -> list[str]:
         each = " each" if alike > 1 else ""
         text.append(
             f"{'unit' if alike == 1 else 'units'} {names}: {count:,} parameters{each}, "
-            f"{size(types.kind.itemsize * flat.total)} whole, {size(types.wide.itemsize * flat.shard)} a shard"
+            f"{size(types.kind.itemsize * flat.total)} whole, {size(types.wide.itemsize * flat.total // group)} a shard"
         )
         del units[:alike]
     return text
 
 
-def _sums(listed: Sequence[Instruction], model: Model, ranks: int, types: Precision) -> list[str]:
+def _sums(
+    listed: Sequence[Instruction], model: Model, settings: Settings, ranks: int, group: int, types: Precision
+) -> list[str]:
     """Say what the list sends, and what it gathers at most."""
     from mpishard.comm.frames import FRAME_BYTES
-    from mpishard.shard.instructions import Agree, Gather, Reduce, Replicate
+    from mpishard.shard.instructions import Agree, AllReduce, Gather, Reduce, Replicate
     from mpishard.shard.layout import layout
     from mpishard.shard.text import most_gathered, sent
     from mpishard.train.display import size
 
     elements = {unit.name: layout(unit.specs, ranks).total for unit in model.units}
-    sizes = {unit: types.kind.itemsize * count for unit, count in elements.items()}
-    wide = {unit: types.wide.itemsize * count for unit, count in elements.items()}
-    names = {Gather: "all-gather", Reduce: "reduce-scatter", Replicate: "all-gather of gradients", Agree: "record"}
-    # What has been reduced is gathered in the type in which it is kept.
-    found = sent(listed, sizes, ranks, FRAME_BYTES)
-    found |= {kind: each for kind, each in sent(listed, wide, ranks, FRAME_BYTES).items() if kind is Replicate}
-    text = [
-        f"a rank sends {size(each.bytes)} ({each.bytes:,} bytes) in {_many(each.calls, names[kind])}"
-        for kind, each in found.items()
-    ]
-    units, most = most_gathered(listed, sizes)
+    # What travels, as what, and among how many; what has been reduced is gathered in the type in which it is kept.
+    inside = f" inside its group of {group}" if group < ranks else ""
+    kinds = {
+        Gather: (f"all-gather{inside}", types.kind, group),
+        Reduce: (f"reduce-scatter{inside}", types.wire, group),
+        Replicate: ("all-gather of gradients", types.wide, ranks),
+        Agree: ("record", types.wide, ranks),
+    }
+    text = []
+    for kind in dict.fromkeys(type(step) for step in listed):
+        if kind is AllReduce:
+            # a reduce-scatter and an all-gather of the shard, each of 1/groups of it to each other group
+            across = [elements[step.unit] // ranks for step in listed if isinstance(step, AllReduce)]
+            calls, nbytes = len(across), sum(2 * types.wide.itemsize * each * (ranks // group - 1) for each in across)
+            name = f"sum of shards across {_many(ranks // group, 'group')}"
+        elif kind in kinds:
+            name, dtype, among = kinds[kind]
+            found = sent(listed, {unit: dtype.itemsize * count for unit, count in elements.items()}, among, FRAME_BYTES)
+            calls, nbytes = found[kind].calls, found[kind].bytes
+        else:
+            continue
+        text.append(f"a rank sends {size(nbytes)} ({nbytes:,} bytes) in {_many(calls, name)}")
+    units, most = most_gathered(listed, {unit: types.kind.itemsize * count for unit, count in elements.items()})
     shown = ", ".join(units) if len(units) <= 6 else f"{', '.join(units[:5])}, ... {units[-1]}"
     text.append(
-        f"gathered at most at once: {shown}, {size(most)}" if units else "nothing is gathered: a rank holds every unit"
+        f"nothing is gathered{' into a buffer' if units else ''}: a rank holds every unit"
+        if settings.resident
+        else f"gathered at most at once: {shown}, {size(most)}"
     )
     return text
 

@@ -15,6 +15,7 @@ from mpishard.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpishard.comm.base import Communicator
+    from mpishard.train.loop import Reporter
     from mpishard.train.resume import Resumed
     from mpishard.train.sections import Config
 
@@ -44,6 +45,17 @@ _RECORD = 4096
     help="Where the run writes; by default runs/NAME-DATE-TIME, NAME that of the file or the preset.",
 )
 @device_option
+@click.option(
+    "--as-rank",
+    metavar="R/N",
+    help="Be rank R of N, alone, for a few steps: its memory and time are real, its collectives are answered here, and "
+    "its losses mean nothing.",
+)
+@click.option(
+    "--memory-report",
+    is_flag=True,
+    help="Note what memory is in use at each moment of a step, and compare it with the plan at the end.",
+)
 @click.option("--print-config", is_flag=True, help="Print every setting as TOML and leave.")
 def train(
     config_file: Path | None,
@@ -53,6 +65,8 @@ def train(
     resume: Path | None,
     run_dir: Path | None,
     device: str | None,
+    as_rank: str | None,
+    memory_report: bool,
     print_config: bool,
 ) -> int:
     """Train a GPT.
@@ -71,9 +85,15 @@ def train(
     if device is not None:
         overrides = [*overrides, f"device.kind={device}"]
     try:
-        loaded = _load(config_file, preset, overrides, init_from, resume)
+        loaded = _load(config_file, preset, overrides, init_from, resume, as_rank)
     except ConfigError as error:
         loaded = error
+    reporter = None
+    if memory_report and isinstance(loaded, Ask):
+        try:
+            reporter = _reporter()
+        except ConfigError as error:
+            loaded = error
     if print_config and isinstance(loaded, Ask):
         if environment_rank() in (None, 0):
             click.echo(dump_toml(loaded.config), nl=False)
@@ -82,23 +102,47 @@ def train(
         raise loaded
     name = config_file.stem if config_file is not None else preset or "train"
     try:
-        return _run(loaded, name, run_dir, lambda: signals.asked)
+        if isinstance(loaded, Ask) and loaded.place is not None:
+            return _run_alone(loaded.config, loaded.place, name, run_dir, reporter)
+        return _run(loaded, name, run_dir, lambda: signals.asked, reporter)
     finally:
         signals.restore()
 
 
+def _reporter() -> Reporter:
+    """Return what makes the memory report, where this rank can draw it."""
+    from mpishard.plan.memory_report import check_drawing, write_report
+
+    check_drawing()
+    return write_report
+
+
 class Ask(NamedTuple):
-    """What was asked for: settings, and the checkpoint to go on from."""
+    """What was asked for: settings, the checkpoint to go on from, and the (rank, ranks) to be."""
 
     config: Config
     resumed: Resumed | None
+    place: tuple[int, int] | None = None
 
 
 def _load(
-    config_file: Path | None, preset: str | None, overrides: Sequence[str], init_from: str | None, resume: Path | None
+    config_file: Path | None,
+    preset: str | None,
+    overrides: Sequence[str],
+    init_from: str | None,
+    resume: Path | None,
+    as_rank: str | None,
 ) -> Ask:
     from mpishard.train.config import load, toml_value
 
+    if as_rank is not None:
+        from mpishard.cli.job import rank_of
+
+        place = rank_of(as_rank)
+        if resume is not None or init_from is not None:
+            other = "--resume" if resume is not None else "--init-from"
+            raise ConfigError(f"--as-rank and {other} were given; a rank alone learns nothing, so leave one out")
+        return Ask(load(config_file, preset, overrides), None, place)
     if init_from is not None:
         overrides = [*overrides, f"model.init_from={toml_value(init_from)}"]
     if resume is None:
@@ -111,7 +155,9 @@ def _load(
     return Ask(load(config_file, preset, overrides, resumed.settings), resumed)
 
 
-def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Callable[[], str]) -> int:
+def _run(
+    loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Callable[[], str], reporter: Reporter | None
+) -> int:
     """Start the ranks and train; every ConfigError from here on is raised on all ranks alike, or aborts the job."""
     from mpishard.cli.job import ending_all, start
     from mpishard.comm.together import same_on_all_ranks
@@ -122,7 +168,7 @@ def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Ca
         # A file may be there for one rank and not for another: what one cannot read, none starts with.
         start("auto", "cpu", problem=loaded)
         raise loaded
-    config, resumed = loaded
+    config, resumed, _ = loaded
     comm = start(config.comm.transport, config.device.kind, share=config.device.share, tf32=config.precision.tf32)
     with ending_all(comm):
         same_on_all_ranks(comm, settings_text(config, resumed))
@@ -134,7 +180,7 @@ def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Ca
         check_ranks(config, comm.size)
         directory = agree_run_dir(comm, name, run_dir or (resumed.run if resumed is not None else None))
         try:
-            code: int = run(config, directory, comm, resumed=resumed, stopper=stopper)
+            code: int = run(config, directory, comm, resumed=resumed, stopper=stopper, reporter=reporter)
         except ConfigError:
             # Raised on all ranks. What was made for the run goes again, unless there is something in it.
             if comm.rank == 0:
@@ -143,6 +189,32 @@ def _run(loaded: Ask | ConfigError, name: str, run_dir: Path | None, stopper: Ca
             raise
     comm.close()
     return code
+
+
+def _run_alone(
+    config: Config, place: tuple[int, int], name: str, run_dir: Path | None, reporter: Reporter | None
+) -> int:
+    """Be one rank of a job that is not there, without a launcher and without MPI."""
+    from mpishard.cli.job import start_alone
+    from mpishard.train.alone import measure
+    from mpishard.train.config import check_ranks
+
+    rank, size = place
+    check_ranks(config, size)
+    comm = start_alone(
+        rank, size, config.comm.transport, config.device.kind, node=config.shard.group, tf32=config.precision.tf32
+    )
+    try:
+        directory = _make_run_dir(f"{name}-as-rank-{rank}-of-{size}", run_dir)
+    except OSError as error:
+        raise ConfigError(_cannot_be_made(error)) from None
+    try:
+        measure(config, directory, comm, reporter=reporter)
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+        raise
+    return 0
 
 
 def settings_text(config: Config, resumed: Resumed | None = None) -> list[str]:
@@ -169,14 +241,16 @@ def agree_run_dir(comm: Communicator, name: str, run_dir: Path | None) -> Path:
         try:
             record = b"+" + str(_make_run_dir(name, run_dir)).encode(errors="surrogateescape")
         except OSError as error:
-            record = f"-{error.filename}: cannot be made ({error.strerror}); choose another with --run-dir".encode(
-                errors="surrogateescape"
-            )
+            record = f"-{_cannot_be_made(error)}".encode(errors="surrogateescape")
     answer = comm.exchange(record[:_RECORD].ljust(_RECORD, b"\0"), "the run directory")[0].rstrip(b"\0")
     text = answer[1:].decode(errors="surrogateescape")
     if not answer.startswith(b"+"):
         raise ConfigError(text)
     return Path(text)
+
+
+def _cannot_be_made(error: OSError) -> str:
+    return f"{error.filename}: cannot be made ({error.strerror}); choose another with --run-dir"
 
 
 def _make_run_dir(name: str, run_dir: Path | None) -> Path:

@@ -12,6 +12,9 @@ A reduce-scatter adds the ranks' contributions one after another, in rank order,
 the shard as it stands (``start(add=True)``), or writes the first one (``start(add=False)``). Every transport
 gives these bits. Nothing here hands a sum to the MPI library.
 
+With ``bracket`` k above 1, what is added one after another are the sums of k consecutive ranks each (a node's, say).
+Contributions may travel in a narrower type, ``wire``: each is rounded to it once, on one rank too, and summed in fp32.
+
 [Note: everybody's failure]
 Binding is validated on every rank and agreed by all: a mistake of one rank raises on all of them, naming it.
 
@@ -33,9 +36,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpishard.array.dtypes import Array, DType, accumulator, address, name_of, overlap
+from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, address, name_of, overlap
 from mpishard.array.ops import Ops
 from mpishard.comm.frames import FRAME_BYTES, INLINE, beginnings, frame
+from mpishard.comm.rounding import Rounded
+from mpishard.comm.scratch import ALIGNMENT, Scratch, copy_bytes
 from mpishard.comm.work import Collective, Tally, Work
 from mpishard.errors import CommError, ConfigError
 
@@ -52,7 +57,10 @@ class Node:
     count: int
 
 
-_SIGNATURE = struct.Struct("<32s16sqq192s")
+#: what may travel in place of fp32
+_NARROW = (DTYPES["bfloat16"], DTYPES["float16"])
+
+_SIGNATURE = struct.Struct("<40s16sqq184s")
 
 
 @dataclass(eq=False)
@@ -73,6 +81,9 @@ class Communicator(ABC):
     )
     #: bytes of memory, of the kind that it carries, that the transport holds for itself
     own_bytes: int = 0
+    #: ranks whose contributions a reduce-scatter sums by themselves first, a divisor of ``size``; 1 for none. Alike on
+    #: all ranks, and set before anything is bound; a communicator that is split from this one begins with 1.
+    bracket: int = 1
     #: whether :meth:`close` has been called
     closed: bool = False
     _bound: int = 0
@@ -96,9 +107,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
-        """Bind validated buffers."""
+        """Bind validated buffers. ``wire`` is full's type, but where ``_in_pieces``."""
 
     @abstractmethod
     def _exchange(self, record: bytes) -> list[bytes]:
@@ -126,13 +137,23 @@ class Communicator(ABC):
         """Return one line for a log: the transport, what it runs on, and why it was chosen."""
         return self.transport
 
-    def scratch_elements(self, count: int) -> int:
-        """Elements of scratch that a reduce-scatter of ``count`` elements in all needs, in the input's type."""
-        return 0
+    @property
+    def scratch_rule(self) -> Scratch:
+        """What scratch this communicator's reduce-scatters need; ``of(n)`` tells of n ranks split from it."""
+        return Scratch(self.transport, self.size, self.on_device)
+
+    def scratch_bytes(self, count: int, kind: DType, wire: DType) -> int:
+        """Bytes of scratch that a reduce-scatter of ``count`` elements of ``kind`` in all needs, sent as ``wire``."""
+        return self.scratch_rule(count, kind, wire)
 
     def allocate(self, count: int, dtype: DType) -> Array:
         """Return a 1-D array that this transport can use well."""
         return self.ops.empty(count, dtype)
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether the transport rounds to the type that travels by itself, a piece at a time."""
+        return self.scratch_rule.in_pieces
 
     # --- what everybody calls
 
@@ -160,36 +181,50 @@ class Communicator(ABC):
         nbytes = shard.nbytes * (self.size - 1)
         return self._bind_all_gather(shard, out, self.tallies["all_gather"], nbytes)
 
-    def bind_reduce_scatter(self, full: Array, out: Array, scratch: Array | None = None) -> Collective:
+    def bind_reduce_scatter(
+        self, full: Array, out: Array, scratch: Array | None = None, wire: DType | None = None
+    ) -> Collective:
         """Bind ``out (+)= sum over ranks q, in rank order, of rank q's full[r*k:(r+1)*k]``, ``k = out.size``.
 
-        ``full`` is bf16, fp16 (on the host), fp32 or fp64; ``out`` is fp32 (fp64 for fp64). ``scratch`` holds at least
-        ``scratch_elements(full.size)`` elements of full's type and belongs to the collective from start to
-        ``wait_inputs()``. Every element of ``full`` is read, padding too.
+        Every element of ``full`` is read, padding too. ``out`` and ``scratch`` are the collective's from start on:
+        ``out`` until ``wait()``, ``scratch`` until ``wait_inputs()``.
+
+        Args:
+            full: bf16, fp16, fp32 or fp64.
+            out: fp32 (fp64 for fp64).
+            scratch: uint8, at a multiple of 64 bytes, ``scratch_bytes(full.size, full.dtype, wire)`` of them or more;
+                may be None where that is 0.
+            wire: the type that travels: full's own (None), or bf16 or fp16 for fp32; see the note on ordered sums.
 
         Raises:
             CommError: on all ranks, when buffers do not fit or ranks bind different things.
         """
+        wire = full.dtype if wire is None else np.dtype(wire)
         problem = self._problem("full", full) or self._problem("out", out)
         if not problem:
-            problem = self._sum_problem(full, out)
+            problem = self._sum_problem(full, out, wire)
         if not problem and full.size != out.size * self.size:
             need = out.size * self.size
             problem = f"full holds {full.size} elements, {self.size} ranks with {out.size} each need {need}"
-        need = self.scratch_elements(full.size)
-        if not problem and need:
-            if scratch is None or scratch.size < need:
-                problem = f"scratch holds {0 if scratch is None else scratch.size} elements, {need} are needed"
-            elif scratch.dtype != full.dtype:
-                problem = f"scratch is {scratch.dtype} and full is {full.dtype}; they must be of one type"
-            else:
-                problem = self._problem("scratch", scratch)
+        if not problem:
+            problem = self._scratch_problem(scratch, self.scratch_bytes(full.size, full.dtype, wire))
         pairs = [(full, out)] if scratch is None else [(full, out), (full, scratch), (out, scratch)]
         if not problem and any(overlap(one, other) for one, other in pairs):
             problem = "full, out and scratch overlap; a reduce-scatter is never in place"
-        self._agree_binding("reduce-scatter", full, problem)
-        nbytes = full.nbytes // self.size * (self.size - 1)
-        return self._bind_reduce_scatter(full, out, scratch, self.tallies["reduce_scatter"], nbytes)
+        kind = "reduce-scatter"
+        if wire != full.dtype:
+            kind += f" as {wire}"
+        if self.bracket != 1:
+            kind += f" by {self.bracket}"
+        self._agree_binding(kind, full, problem)
+        nbytes = out.size * wire.itemsize * (self.size - 1)
+        tally = self.tallies["reduce_scatter"]
+        if wire == full.dtype or self._in_pieces:
+            return self._bind_reduce_scatter(full, out, scratch, wire, tally, nbytes)
+        assert scratch is not None  # bound buffers were validated
+        copy = scratch[: full.size * wire.itemsize].view(wire)
+        rest = scratch[copy_bytes(full.size, full.dtype, wire) :]
+        return Rounded(self._bind_reduce_scatter(copy, out, rest, wire, tally, nbytes), self.ops, full, copy)
 
     def exchange(self, record: bytes, what: str = "an exchange") -> list[bytes]:
         """All-gather one record per rank; records are of one length. Index ``r`` is rank ``r``'s.
@@ -258,7 +293,8 @@ class Communicator(ABC):
         self.ops.fill(full, 0.0)
         self.ops.copy(array, full[: array.size])
         shard = self.ops.empty(each, accumulator(array.dtype))
-        scratch = self.ops.empty(self.scratch_elements(full.size), full.dtype)
+        nbytes = self.scratch_bytes(full.size, full.dtype, full.dtype)
+        scratch = self.ops.empty(nbytes, DTYPES["uint8"])
         self.bind_reduce_scatter(full, shard, scratch).start().wait_inputs()
         self.bind_all_gather(shard, full).start().wait_inputs()
         self.ops.copy(full[: array.size], array)
@@ -300,16 +336,34 @@ class Communicator(ABC):
             return f"{name} is in {found} memory; transport {self.transport} was made for arrays in {due} memory"
         return ""
 
-    def _sum_problem(self, full: Array, out: Array) -> str:
+    def _sum_problem(self, full: Array, out: Array, wire: DType) -> str:
         try:
             expected = accumulator(full.dtype)
             if self.on_device:
                 self.ops.prepare(full.dtype)
+                self.ops.prepare(wire)
         except ConfigError as error:
             return str(error)
         if out.dtype != expected:
             return f"full is {full.dtype}, so out must be {expected}, but it is {out.dtype}"
+        if wire != full.dtype and (full.dtype != DTYPES["float32"] or wire not in _NARROW):
+            return f"full is {full.dtype} and was to travel as {wire}; float32 can travel as bfloat16 or float16 alone"
+        if self.bracket < 1 or self.size % self.bracket:
+            return f"bracket is {self.bracket}; it must divide the number of ranks, {self.size}"
         return ""
+
+    def _scratch_problem(self, scratch: Array | None, need: int) -> str:
+        if not need:
+            return ""
+        if scratch is None:
+            return f"there is no scratch; {need} bytes are needed"
+        if scratch.dtype != DTYPES["uint8"]:
+            return f"scratch is {scratch.dtype}; it must be uint8"
+        if scratch.nbytes < need:
+            return f"scratch holds {scratch.nbytes} bytes; {need} are needed"
+        if address(scratch) % ALIGNMENT:
+            return f"scratch begins {address(scratch) % ALIGNMENT} bytes behind a multiple of {ALIGNMENT}; align it"
+        return self._problem("scratch", scratch)
 
     def _agree_binding(self, kind: str, array: Array, problem: str) -> None:
         """Compare what is being bound on all ranks; raise on all when one is wrong or differs."""

@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpishard.array.dtypes import Array, address
+from mpishard.array.dtypes import Array, DType, address
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
+from mpishard.comm.pieces import Pieces
 
 __all__ = ["LocalCommunicator"]
 
@@ -37,13 +38,14 @@ class _Gather(Collective):
 
 
 class _Reduce(Collective):
-    def __init__(self, ops: Ops, full: Array, out: Array, tally: Tally) -> None:
+    def __init__(self, ops: Ops, pieces: Pieces, tally: Tally) -> None:
         super().__init__(tally, 0)
-        self._ops, self._full, self._out = ops, full, out
+        self._ops, self._pieces = ops, pieces
 
     def _launch(self, add: bool) -> Work:
         work = _Done(self._tally)
-        self._ops.ordered_sum([self._full], self._out, add)
+        for piece in range(self._pieces.cut.pieces):
+            self._pieces.add_up(self._ops, piece, add)
         return work
 
 
@@ -59,9 +61,10 @@ class LocalCommunicator(Communicator):
         return _Gather(self.ops, shard, out, tally)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
-        return _Reduce(self.ops, full, out, tally)
+        cut = self.scratch_rule.cut(full.size, full.dtype, wire)
+        return _Reduce(self.ops, Pieces(0, full, out, scratch, wire, cut, self.bracket), tally)
 
     def _exchange(self, record: bytes) -> list[bytes]:
         return [record]

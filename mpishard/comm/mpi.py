@@ -5,9 +5,15 @@ The pump (:mod:`mpishard.comm.pump`) makes every MPI call after construction: in
 MPI_THREAD_SERIALIZED; else ``start()`` posts and ``wait()`` tests.
 
 [Note: buffer lifetimes]
-MPI reads the input, and writes ``out`` or the scratch, from ``start()`` to ``wait()``. A send is complete when
-its buffer may be reused, so ``wait_inputs()`` waits for nothing more. The ordered sum reads the scratch and this
-rank's own block of ``full`` inside ``wait()``, on the caller's thread.
+The input is read, and ``out`` and the scratch are written, from ``start()`` to ``wait()``. A send is complete when its
+buffer may be reused, so ``wait_inputs()`` waits for nothing more.
+
+[Note: reduce-scatter]
+It goes in pieces (:mod:`mpishard.comm.scratch`): each is an all-to-all of blocks, nonblocking, and two are under way.
+Where MPI is called, a piece is rounded before it leaves and added up in rank order when it has arrived, and the next
+but one leaves; so the pump's thread has operations of its own. Pieces travel on a communicator of their own
+(:mod:`mpishard.comm.series`), duplicated when the first such reduce-scatter is bound. What is one piece travels among
+the other calls and is added up in ``wait()``, on the caller's thread.
 
 [Note: what MPI may see]
 Whole numbers of the element's width: nothing is converted, and no sum is ever handed to MPI.
@@ -18,24 +24,25 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.array.dtypes import Array, overlap
+from mpishard.array.dtypes import Array, DType, overlap
+from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
 from mpishard.comm.parts import blocks_of, pieces_of
+from mpishard.comm.pieces import Pieces
 from mpishard.comm.pump import Flight, Post, Pump
+from mpishard.comm.scratch import CHUNK_BYTES, Scratch
+from mpishard.comm.series import Series
 from mpishard.errors import CommError, ConfigError
 
 __all__ = ["CHUNK_BYTES", "WIRE", "MpiCommunicator", "library", "place"]
-
-#: Above this many bytes from one rank to another, a collective goes as slices from point to point. Counts of
-#: one call stay below 2**31, which is all that Open MPI 5 can take.
-CHUNK_BYTES = 256 * 2**20
 
 #: MPI promises tags up to 32767.
 _TAGS = 2**15
@@ -46,7 +53,7 @@ WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 class _MpiWork(Work):
     """A flight, and what the caller's thread does when it has landed."""
 
-    def __init__(self, tally: Tally, pump: Pump, flight: Flight, then: Callable[[], None]) -> None:
+    def __init__(self, tally: Tally, pump: Pump, flight: Flight, then: Callable[[], object] = tuple) -> None:
         super().__init__(tally)
         self._pump, self._flight, self._then = pump, flight, then
         pump.submit(flight)
@@ -71,6 +78,17 @@ class _MpiCollective(Collective):
         return _MpiWork(self._tally, self._pump, Flight(self._name, self._post), lambda: self._then(add))
 
 
+class _MpiReduce(Collective):
+    """A series that is made anew for each start."""
+
+    def __init__(self, tally: Tally, nbytes: int, pump: Pump, make: Callable[[bool], Series]) -> None:
+        super().__init__(tally, nbytes)
+        self._pump, self._make = pump, make
+
+    def _launch(self, add: bool) -> Work:
+        return _MpiWork(self._tally, self._pump, self._make(add))
+
+
 class MpiCommunicator(Communicator):
     """The ranks of an mpi4py intracommunicator, which is duplicated: the program's own messages never meet ours.
 
@@ -80,7 +98,8 @@ class MpiCommunicator(Communicator):
     Args:
         comm: the intracommunicator; collective over it.
         ops: operations on host arrays.
-        chunk_bytes: above this many bytes from rank to rank, slices go from point to point; equal on all ranks.
+        chunk_bytes: above this many bytes from rank to rank, slices go from point to point, and a reduce-scatter in
+            more pieces; equal on all ranks.
         threaded: whether a thread owns the MPI calls; None for wherever MPI's thread level allows it.
         why: why this transport was chosen, for :meth:`describe`.
         node: where this rank runs (:func:`place`), if ``comm`` was duplicated already and is given away.
@@ -112,6 +131,10 @@ class MpiCommunicator(Communicator):
         own = comm.Dup() if node is None else comm
         self._set_up(own, node or place(own), ops, Pump(allowed if threaded is None else threaded), chunk_bytes)
         self._why = why
+        self._adds = ops
+        if self._pump.threaded and not self.on_device:
+            self._adds = NumpyOps()  # their scratch is one thread's
+            self.own_bytes = self._adds.own_bytes
 
     def describe(self) -> str:
         """Return the transport, the MPI library and its version, and why it was chosen."""
@@ -123,14 +146,17 @@ class MpiCommunicator(Communicator):
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
         self._tag, self.closed, self._why = 0, False, ""
+        self._apart: MPI.Intracomm | None = None
+        self._line: deque[Series] = deque()
 
     def _share(self, parent: Any) -> None:
         """Take over what a communicator split from ``parent`` shares with it."""
-        self._why = parent._why
+        self._why, self._adds = parent._why, parent._adds
 
-    def scratch_elements(self, count: int) -> int:
-        """Room for the blocks of all ranks."""
-        return count if self.size > 1 else 0
+    @property
+    def scratch_rule(self) -> Scratch:
+        """Two slots on the host, room for the blocks of all ranks on a device."""
+        return Scratch(self.transport, self.size, self.on_device, self.chunk_bytes)
 
     def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
         count = shard.size
@@ -156,26 +182,58 @@ class MpiCommunicator(Communicator):
         return _MpiCollective(tally, nbytes, self._pump, f"all-gather number {self._bound - 1}", post, then)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
-        count = out.size
-        blocks = [full]
-        post: Post = list
-        if self.size > 1 and count > 0:
-            assert scratch is not None  # bound buffers were validated
-            arrived = scratch[: full.size]
-            blocks = blocks_of(arrived, self.size)
-            blocks[self.rank] = full[self.rank * count : (self.rank + 1) * count]
-            mine, theirs, kind = _wire(full), _wire(arrived), WIRE[full.itemsize]
-            if full.nbytes // self.size > self.chunk_bytes:
-                post = self._point_to_point(blocks_of(mine, self.size), blocks_of(theirs, self.size))
-            else:
-                post = lambda: [self._mpi.Ialltoall([mine, count, kind], [theirs, count, kind])]  # noqa: E731
+        cut = self.scratch_rule.cut(full.size, full.dtype, wire)
+        pieces = Pieces(self.rank, full, out, scratch, wire, cut, self.bracket)
+        name = f"reduce-scatter number {self._bound - 1}"
+        if self.size == 1 or cut.pieces == 1:
 
-        def then(add: bool) -> None:
-            self.ops.ordered_sum(blocks, out, add)
+            def then(add: bool) -> None:
+                for piece in range(cut.pieces):
+                    pieces.add_up(self.ops, piece, add)
 
-        return _MpiCollective(tally, nbytes, self._pump, f"reduce-scatter number {self._bound - 1}", post, then)
+            return _MpiCollective(tally, nbytes, self._pump, name, self._whole(pieces), then)
+        if self._apart is None:
+            self._apart = self._pump.call("a communicator for pieces", self._mpi.Dup)
+        send = self._piecewise(pieces)
+
+        def make(add: bool) -> Series:
+            def land(piece: int) -> None:
+                pieces.add_up(self._adds, piece, add)
+
+            return Series(name, cut.pieces, cut.slots, send, land, self._line)
+
+        return _MpiReduce(tally, nbytes, self._pump, make)
+
+    def _whole(self, pieces: Pieces) -> Post:
+        """Send all blocks at once."""
+        width, kind = pieces.cut.width, WIRE[pieces.cut.itemsize]
+        if self.size == 1 or width == 0:
+            return list
+        mine, theirs = _wire(pieces.leaving(0)), _wire(pieces.arriving(0))
+
+        def post() -> list[MPI.Request]:
+            pieces.pack(self._adds, 0)
+            return [self._mpi.Ialltoall([mine, width, kind], [theirs, width, kind])]
+
+        return post
+
+    def _piecewise(self, pieces: Pieces) -> Callable[[int], list[MPI.Request]]:
+        """Send a piece of each block."""
+        cut, kind = pieces.cut, WIRE[pieces.cut.itemsize]
+        ranks = np.arange(self.size, dtype=np.intc)
+        apart, landing = pieces.apart * ranks, cut.width * ranks
+
+        def send(piece: int) -> list[MPI.Request]:
+            assert self._apart is not None
+            pieces.pack(self._adds, piece)
+            counts = np.full(self.size, pieces.width(piece), np.intc)
+            counts[self.rank] = 0  # its own it need not send
+            mine = [_wire(pieces.leaving(piece)), counts, pieces.first(piece) + apart, kind]
+            return [self._apart.Ialltoallv(mine, [_wire(pieces.arriving(piece)), counts, landing, kind])]
+
+        return send
 
     def _point_to_point(self, sends: Sequence[Array], receives: Sequence[Array]) -> Post:
         """Exchange block ``r`` with rank ``r`` in slices, nearest ranks first; the own block is left out.
@@ -245,8 +303,13 @@ class MpiCommunicator(Communicator):
             if self._pump.users == 1 and self._pump.busy():
                 raise CommError("the communicator was closed with collectives in flight; wait for all of them first")
             self.closed = True
-            self._pump.call("close", self._mpi.Free)
+            self._pump.call("close", self._free)
             self._pump.leave()
+
+    def _free(self) -> None:
+        if self._apart is not None:
+            self._apart.Free()
+        self._mpi.Free()
 
 
 def place(comm: MPI.Intracomm) -> Node:

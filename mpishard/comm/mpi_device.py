@@ -21,7 +21,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpishard.array.dtypes import Array, address
+from mpishard.array.dtypes import Array, DType, address
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Node, Tally
 from mpishard.comm.lane import DeviceCollective, Lane, Marks, taken
@@ -132,14 +132,15 @@ class DeviceMpiCommunicator(MpiCommunicator):
         return self._collective(tally, nbytes, f"all-gather number {self._bound - 1}", call)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
         count = out.size
         alone, sliced = self.size == 1 or count == 0, count * full.itemsize > self.chunk_bytes
-        blocks = [full]
+        blocks, bracket = [full], 1
         if not alone:
+            bracket = self.bracket
             assert scratch is not None  # bound buffers were validated
-            arrived = scratch[: full.size]
+            arrived = scratch[: full.nbytes].view(full.dtype)
             blocks = blocks_of(arrived, self.size)
             blocks[self.rank] = full[self.rank * count : (self.rank + 1) * count]
             mine, theirs, kind = _wire(full), _wire(arrived), WIRE[full.itemsize]
@@ -151,7 +152,7 @@ class DeviceMpiCommunicator(MpiCommunicator):
                 MPI.Request.Waitall(post())
             elif not alone:
                 self._mpi.Alltoall([mine, count, kind], [theirs, count, kind])
-            self._lane.ops.ordered_sum(blocks, out, add)
+            self._lane.ops.ordered_sum(blocks, out, add, bracket)
 
         return self._collective(tally, nbytes, f"reduce-scatter number {self._bound - 1}", call)
 

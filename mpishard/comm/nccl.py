@@ -22,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpishard.array.dtypes import Array, address, name_of
+from mpishard.array.dtypes import Array, DType, address, name_of
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Tally
 from mpishard.comm.lane import DeviceCollective, Lane, Marks, taken
 from mpishard.comm.parts import blocks_of
+from mpishard.comm.scratch import Scratch
 from mpishard.comm.together import same_on_all_ranks, together
 from mpishard.errors import CommError, ConfigError
 
@@ -85,11 +86,10 @@ class NcclCommunicator(Communicator):
         why = f", {self._why}" if self._why else ""
         return f"nccl, NCCL {self._version}, {sums}, records by {self._control.describe()}{why}"
 
-    def scratch_elements(self, count: int) -> int:
+    @property
+    def scratch_rule(self) -> Scratch:
         """Room for the blocks of all ranks; for one block where NCCL adds."""
-        if self.size == 1:
-            return 0
-        return count if self.sums == "ordered" else count // self.size
+        return Scratch(self.transport, self.size, True, sums=self.sums)
 
     def _settle(self) -> None:
         for collective in self._started:
@@ -139,7 +139,7 @@ class NcclCommunicator(Communicator):
         return self._collective(tally, nbytes, f"all-gather number {self._bound - 1}", queue)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
         name = f"reduce-scatter number {self._bound - 1}"
         if self._comm is None or out.size == 0:
@@ -147,7 +147,8 @@ class NcclCommunicator(Communicator):
         assert scratch is not None  # bound buffers were validated
         if self.sums == "library":
             return self._collective(tally, nbytes, name, self._library_sum(full, out, scratch))
-        blocks, block, stream = blocks_of(scratch[: full.size], self.size), full.nbytes // self.size, self._lane.stream
+        blocks = blocks_of(scratch[: full.nbytes].view(full.dtype), self.size)
+        block, stream, bracket = full.nbytes // self.size, self._lane.stream, self.bracket
         targets = [(self.rank + far) % self.size for far in range(1, self.size)]
         sends = [(address(full) + peer * block, block, _BYTES, peer, stream.ptr) for peer in targets]
         receives = [(address(scratch) + peer * block, block, _BYTES, peer, stream.ptr) for peer in targets[::-1]]
@@ -162,13 +163,14 @@ class NcclCommunicator(Communicator):
                     self._comm.recv(*call)
             finally:
                 self._nccl.groupEnd()
-            self._lane.ops.ordered_sum(blocks, out, add)
+            self._lane.ops.ordered_sum(blocks, out, add, bracket)
 
         return self._collective(tally, nbytes, name, queue)
 
     def _library_sum(self, full: Array, out: Array, scratch: Array) -> Callable[[bool], None]:
         """NCCL adds in full's type; what is of another type, or is added to, comes by way of the scratch."""
-        block, kind, stream = scratch[: out.size], _TYPES[name_of(full.dtype)], self._lane.stream.ptr
+        block = scratch[: out.size * full.itemsize].view(full.dtype)
+        kind, stream = _TYPES[name_of(full.dtype)], self._lane.stream.ptr
 
         def queue(add: bool) -> None:
             straight = not add and out.dtype == full.dtype

@@ -59,7 +59,7 @@ class Flight:
         self.error: BaseException | None = None
 
     def test(self) -> bool:
-        """Return whether the flight is over."""
+        """Return whether the flight is over, or has come further."""
         try:
             if MPI.Request.Testall(self.requests):
                 self.end()
@@ -89,6 +89,11 @@ class Pump:
         if threaded:
             self._thread = threading.Thread(target=self._loop, name="mpishard communication", daemon=True)
             self._thread.start()
+
+    @property
+    def threaded(self) -> bool:
+        """Whether a thread of ours makes the calls."""
+        return self._thread is not None
 
     def submit(self, flight: Flight) -> None:
         """Post a flight, after all that were submitted before it."""
@@ -164,7 +169,7 @@ class Pump:
         while self._open:
             if not self._flights:
                 self._bell.wait()
-            elif not any(flight.awaited for flight in self._flights):
+            elif tests and not any(flight.awaited for flight in self._flights):
                 self._bell.wait(_IDLE)
             elif pause := _pause(tests):
                 self._bell.wait(pause)
@@ -184,10 +189,10 @@ class Pump:
             self._flights.append(flight)
 
     def _test(self) -> bool:
-        """Test all flights once; return whether one ended."""
-        before = len(self._flights)
-        self._flights = [flight for flight in self._flights if not flight.test()]
-        return len(self._flights) < before
+        """Test all flights once; return whether one ended or came further."""
+        moved = [flight.test() for flight in self._flights]
+        self._flights = [flight for flight in self._flights if not flight.done.is_set()]
+        return any(moved)
 
 
 def _pause(tests: int) -> float:

@@ -26,22 +26,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpishard.array.dtypes import Array, address
+from mpishard.array.dtypes import Array, DType, address
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Node, Tally
 from mpishard.comm.lane import Lane, Marks, taken
 from mpishard.comm.mpi import WIRE
 from mpishard.comm.mpi_device import DeviceMpiCommunicator
+from mpishard.comm.scratch import STAGE_BYTES, Scratch
 from mpishard.errors import ConfigError
 
 __all__ = ["STAGE_BYTES", "StagedCommunicator"]
-
-#: Bytes of a slot's buffer, all ranks' parts together. Large enough for the bus and the network to run at full speed,
-#: small enough for a unit to be many pieces.
-STAGE_BYTES = 8 * 2**20
-
-#: Bytes of the narrowest type that can be summed.
-_NARROWEST = 2
 
 #: Bytes that rows may lie apart in a copy of several: CUDA's cudaDevAttrMaxPitch, on every GPU.
 _PITCH = 2**31 - 1
@@ -161,21 +155,17 @@ class StagedCommunicator(DeviceMpiCommunicator):
         self._stage = parent._stage
         self._stage.users += 1
 
-    def _piece(self, itemsize: int) -> int:
-        """Elements of a piece of one rank's block, a multiple of 64 bytes where there is room."""
-        room = self._stage.nbytes // self.size
-        return (room // 64 * 64 or room) // itemsize
-
-    def scratch_elements(self, count: int) -> int:
+    @property
+    def scratch_rule(self) -> Scratch:
         """Room for one piece of the blocks of all ranks."""
-        return min(count, self._piece(_NARROWEST) * self.size) if self.size > 1 else 0
+        return Scratch(self.transport, self.size, True, self._stage.nbytes)
 
     def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
         count, size, rank = shard.size, self.size, self.rank
         own = out[rank * count : (rank + 1) * count]
         in_place = address(own) == address(shard)
         mine, everyone = shard.reshape(1, count), out.reshape(size, count)
-        pieces = _spans(count if size > 1 else 0, self._piece(shard.itemsize))
+        pieces = _spans(count if size > 1 else 0, self.scratch_rule.piece(shard.itemsize))
         kind, stage = WIRE[shard.itemsize], self._stage
 
         def down(i: int, send: Array) -> None:
@@ -198,16 +188,16 @@ class StagedCommunicator(DeviceMpiCommunicator):
         return self._collective(tally, nbytes, f"all-gather number {self._bound - 1}", call)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
         count, size, rank = out.size, self.size, self.rank
-        pieces = _spans(count if size > 1 else 0, self._piece(full.itemsize))
+        pieces, bracket = _spans(count if size > 1 else 0, self.scratch_rule.piece(full.itemsize)), self.bracket
         kind, stage, blocks = WIRE[full.itemsize], self._stage, full.reshape(size, count)
         arrived: list[Array] = []
         sums: list[tuple[list[Array], Array]] = []
         for first, width in pieces:
             assert scratch is not None  # bound buffers were validated
-            arrived.append(scratch[: size * width].reshape(size, width))
+            arrived.append(scratch[: size * width * full.itemsize].view(full.dtype).reshape(size, width))
             parts = list(arrived[-1])
             parts[rank] = blocks[rank][first : first + width]
             sums.append((parts, out[first : first + width]))
@@ -224,7 +214,7 @@ class StagedCommunicator(DeviceMpiCommunicator):
             width = pieces[i][1]
             stage.to_device(receive, arrived[i], [(0, 0, rank), (rank + 1, 0, size - rank - 1)], width)
             parts, part = sums[i]
-            self._lane.ops.ordered_sum(parts, part, add)
+            self._lane.ops.ordered_sum(parts, part, add, bracket)
 
         def call(marks: Marks, add: bool) -> None:
             stage.run(marks, len(pieces), down, talk, partial(up, add))

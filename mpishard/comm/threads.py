@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from mpishard.array.dtypes import Array, overlap
+from mpishard.array.dtypes import Array, DType, overlap
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
@@ -193,12 +193,12 @@ class ThreadsCommunicator(Communicator):
         return _ThreadsCollective(tally, nbytes, self, f"all-gather number {self._bound - 1}", shard, take)
 
     def _bind_reduce_scatter(
-        self, full: Array, out: Array, scratch: Array | None, tally: Tally, nbytes: int
+        self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
-        block = slice(self.rank * out.size, (self.rank + 1) * out.size)
+        block, bracket = slice(self.rank * out.size, (self.rank + 1) * out.size), self.bracket
 
         def take(fulls: list[Array], add: bool) -> None:
-            self.ops.ordered_sum([full[block] for full in fulls], out, add)
+            self.ops.ordered_sum([full[block] for full in fulls], out, add, bracket)
 
         return _ThreadsCollective(tally, nbytes, self, f"reduce-scatter number {self._bound - 1}", full, take)
 

@@ -33,6 +33,7 @@ class Gpt2:
         attention_block: query rows that attention works at once, at most half of a sequence; 0 for all of it.
         head_chunk: tokens whose logits exist at once.
         positions: positions that the model knows, at least ``sequence``; 0 for as many as the sequence has.
+        recompute_attention: blocks keep attention's input alone, and backward makes the rest again; changes no bit.
         std: deviation of initial weights; branches' last matrices take ``std / sqrt(2 * layers)``.
     """
 
@@ -47,6 +48,7 @@ class Gpt2:
     head_chunk: int = 256
     positions: int = 0
     std: float = 0.02
+    recompute_attention: bool = False
 
 
 def gpt2(sizes: Gpt2) -> Model:
@@ -72,6 +74,7 @@ def gpt2(sizes: Gpt2) -> Model:
         dropout=sizes.dropout,
         tanh=sizes.gelu_tanh,
         attention_block=sizes.attention_block,
+        recompute_attention=sizes.recompute_attention,
         std=sizes.std,
         std_out=sizes.std / math.sqrt(2 * max(1, sizes.layers)),
     )

@@ -9,7 +9,7 @@ from mpishard.nn.head import TiedHead
 from mpishard.nn.layer import Context, Grads, Layer, LossLayer, Params, ParamSpec, Saved
 from mpishard.nn.linear import Linear
 from mpishard.nn.mlp import Mlp
-from mpishard.nn.model import Model, Stage, Unit
+from mpishard.nn.model import Model, Stage, Unit, freeze
 from mpishard.nn.norm import LayerNorm
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "Stage",
     "TiedHead",
     "Unit",
+    "freeze",
 ]

@@ -18,7 +18,16 @@ __all__ = ["Block"]
 
 
 class Block(Layer):
-    """x (B, T, C) -> y (B, T, C)."""
+    """x (B, T, C) -> y (B, T, C).
+
+    Args:
+        dropout: rate behind both branches.
+        tanh: GELU's tanh form, else exact.
+        attention_block: query rows that attention works at once; 0 for all.
+        recompute_attention: attention keeps its input alone, and its backward makes the rest again: 12 numbers a token
+            and feature are kept in place of 16, the output among them.
+        std, std_out: deviations of the initial weights; std_out of the branches' last matrices.
+    """
 
     def __init__(
         self,
@@ -28,11 +37,14 @@ class Block(Layer):
         dropout: float = 0.0,
         tanh: bool = True,
         attention_block: int = 64,
+        recompute_attention: bool = False,
         std: float = 0.02,
         std_out: float = 0.02,
     ) -> None:
         self.ln_1 = LayerNorm("ln_1", width)
-        self.attn = CausalSelfAttention("attn", width, heads, block=attention_block, std=std, std_out=std_out)
+        self.attn = CausalSelfAttention(
+            "attn", width, heads, block=attention_block, recompute=recompute_attention, std=std, std_out=std_out
+        )
         self.drop_1 = Dropout("attn.drop", dropout)
         self.ln_2 = LayerNorm("ln_2", width)
         self.mlp = Mlp("mlp", width, 4 * width, tanh=tanh, std=std, std_out=std_out)

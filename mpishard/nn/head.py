@@ -63,7 +63,8 @@ class TiedHead(LossLayer):
             room = ctx.scratch((chunk, self.vocabulary))
             norm = (params[self.ln_f.weight], params[self.ln_f.bias])
             ops.layernorm(x, *norm, normal, mean, rstd, self.ln_f.eps)
-            for start in range(0, count, chunk):
+            for part in ops.alike(-(-count // chunk)):
+                start = part * chunk
                 rows = slice(start, min(start + chunk, count))
                 logits = room[: rows.stop - start]
                 ops.matmul(normal[rows], table.T, logits)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-from mpishard.errors import EngineError
+from mpishard.errors import ConfigError, EngineError
 from mpishard.nn.layer import Layer, LossLayer, ParamSpec
 
-__all__ = ["AnyLayer", "Model", "Stage", "Unit"]
+__all__ = ["AnyLayer", "Model", "Stage", "Unit", "freeze"]
 
 AnyLayer: TypeAlias = "Layer | LossLayer"
 
@@ -110,3 +113,49 @@ def _size(spec: ParamSpec) -> int:
     for extent in spec.shape:
         size *= extent
     return size
+
+
+def freeze(model: Model, patterns: Sequence[str]) -> Model:
+    """Return the model with all parameters frozen whose public name matches one of ``patterns``.
+
+    Args:
+        patterns: shell patterns (``*``, ``?``, ``[ab]``) of whole public names, such as ``h.[0-3].*``, ``wpe.weight``
+            or ``*.bias``; upper and lower case differ. None of them freezes nothing.
+
+    The model's own layers serve the new one too. What was frozen before stays frozen.
+
+    Raises:
+        ConfigError: a pattern matches no name, or nothing is left to train.
+    """
+    if isinstance(patterns, str):
+        raise ConfigError(f"frozen is the text {patterns!r}; it must be a list of patterns, such as [{patterns!r}]")
+    names = [unit.prefix + spec.name for unit in model.units for spec in unit.specs]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"frozen pattern {pattern!r} matches no parameter{_hint(pattern, names, model)}; "
+                "patterns are of whole names, with * for any letters"
+            )
+    frozen = replace(model, units=tuple(_frozen(unit, patterns) for unit in model.units))
+    if patterns and not any(spec.trainable for unit in frozen.units for spec in unit.specs):
+        raise ConfigError(
+            f"frozen patterns {', '.join(map(repr, patterns))} leave nothing to train; "
+            f"leave out one of them, or name fewer of the {len(names)} parameters"
+        )
+    return frozen
+
+
+def _frozen(unit: Unit, patterns: Sequence[str]) -> Unit:
+    def trained(name: str) -> bool:
+        return not any(fnmatchcase(unit.prefix + name, pattern) for pattern in patterns)
+
+    return replace(unit, specs=tuple(replace(s, trainable=s.trainable and trained(s.name)) for s in unit.specs))
+
+
+def _hint(pattern: str, names: Sequence[str], model: Model) -> str:
+    """What may have been meant: all of a unit or layer, a name as public files have it, or names that look alike."""
+    bare = pattern.removeprefix(model.public_prefix)
+    near = [meant for meant in (f"{pattern}.*", bare) if any(fnmatchcase(name, meant) for name in names)]
+    near += [name for alias, name in model.ties if fnmatchcase(alias, pattern)]
+    near = near or difflib.get_close_matches(pattern, names, n=2)
+    return f", did you mean {' or '.join(near)}?" if near else ""

@@ -5,6 +5,9 @@ A unit's values are SHARDED, GATHERING (the all-gather is in flight) or GATHERED
 OPEN (backward writes it), REDUCING (the reduce-scatter reads it) or, with its buffer free again, CLOSED. Each
 instruction moves a unit from one state to the next; any other move is an error that names the unit,
 its state and the instruction. Stages compute up and then down again, one micro-batch after the other.
+
+Where a rank keeps all parameters and updates a part, a unit is GATHERED until its Update, which leaves only this rank's
+part right (SHARDED), and must be GATHERED again at the end.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from mpishard.errors import ScheduleError
 from mpishard.shard.instructions import (
     Absorb,
     Agree,
+    AllReduce,
     Await,
     Backward,
     Evaluate,
@@ -31,7 +35,7 @@ from mpishard.shard.instructions import (
     Replicate,
     Update,
 )
-from mpishard.shard.schedule import reads
+from mpishard.shard.schedule import Settings, reads
 
 __all__ = ["Gradients", "Values", "check"]
 
@@ -53,16 +57,17 @@ class Gradients(Enum):
 
 
 class _Checker:
-    def __init__(self, outline: Outline, strategy: str) -> None:
+    def __init__(self, outline: Outline, settings: Settings) -> None:
         self.outline = outline
-        self.strategy = strategy
-        resident = Values.SHARDED if strategy == "full_shard" else Values.GATHERED
-        self.values = {unit.name: resident for unit in outline.units}
+        self.settings = settings
+        self.resting = Values.GATHERED if settings.resident else Values.SHARDED
+        self.values = {unit.name: self.resting for unit in outline.units}
         self.gradients = {unit.name: Gradients.CLOSED for unit in outline.units}
         self.written: dict[str, set[str]] = {unit.name: set() for unit in outline.units}
         self.reduced: dict[str, int] = {unit.name: 0 for unit in outline.units}
         self.flight: list[str] = []
         self.replicated: set[str] = set()
+        self.summed: set[str] = set()
         self.updated: set[str] = set()
         self.agreed = False
         self.trained = False
@@ -119,7 +124,8 @@ class _Checker:
             if step.micro != self.micros:
                 self.fail(f"it is the turn of micro-batch {self.micros}; the order of sums is that of micro-batches")
             self.micros += 1
-        if isinstance(step, Evaluate | Predict) or (isinstance(step, Loss | Backward) and place == 0):
+        ends = isinstance(step, Loss | Backward) and place == self.outline.lowest
+        if isinstance(step, Evaluate | Predict) or ends:
             self.newest = None
         elif not isinstance(step, Recompute):
             self.newest = ("activation" if isinstance(step, Forward) else "gradient", step.stage, step.micro)
@@ -130,6 +136,8 @@ class _Checker:
             if key in self.kept:
                 self.fail(f"stage {step.stage} keeps what it needs for micro-batch {step.micro} already")
             self.kept.add(key)
+            if self.stages.index(step.stage) < self.outline.lowest:
+                self.fail(f"stage {step.stage} has no backward, and nothing to keep for one")
         elif isinstance(step, Backward):
             if key not in self.kept:
                 self.fail(f"stage {step.stage} has kept nothing for micro-batch {step.micro}; it must be recomputed")
@@ -151,6 +159,8 @@ class _Checker:
     def reduce(self, step: Reduce) -> None:
         unit = step.unit
         self.turn(unit, Gradients.OPEN, Gradients.REDUCING)
+        if unit in self.summed:
+            self.fail(f"unit {unit} was added up across groups already")
         missing = [p for u in self.outline.units if u.name == unit for p in u.params if p not in self.written[unit]]
         if missing:
             self.fail(f"the gradient of {missing[0]} of unit {unit} has not been written")
@@ -166,10 +176,10 @@ class _Checker:
             self.fail("reductions are absorbed first in, first out")
 
     def step(self, step: Instruction) -> None:
-        if self.agreed and not isinstance(step, Replicate | Update):
-            self.fail("only Replicate and Update come after Agree")
+        if self.agreed and not isinstance(step, Replicate | Update | Gather | Await):
+            self.fail("only Replicate, Update, and the Gather of what was updated come after Agree")
         if isinstance(step, Gather):
-            self.move(step.unit, Values.SHARDED, Values.GATHERING)
+            self.gather(step.unit)
         elif isinstance(step, Await):
             self.move(step.unit, Values.GATHERING, Values.GATHERED)
         elif isinstance(step, Release):
@@ -178,6 +188,8 @@ class _Checker:
             self.reduce(step)
         elif isinstance(step, Absorb):
             self.absorb(step.unit)
+        elif isinstance(step, AllReduce):
+            self.all_reduce(step.unit)
         elif isinstance(step, Agree):
             self.settled()
             self.agreed = True
@@ -191,23 +203,46 @@ class _Checker:
             if state is not Gradients.CLOSED:
                 self.fail(f"the gradient of unit {unit} is still {state.value}")
 
+    def gather(self, unit: str) -> None:
+        if self.settings.resident and not self.agreed:
+            self.fail(f"{self.settings.strategy} keeps parameters whole, and gathers nothing before Agree")
+        if self.agreed and unit not in self.updated:
+            self.fail(f"unit {unit} has not been updated")
+        self.move(unit, Values.SHARDED, Values.GATHERING)
+
+    def all_reduce(self, unit: str) -> None:
+        if not self.settings.hybrid:
+            self.fail(f"{self.settings.strategy} has one group, and nothing to add up across groups")
+        if not self.reduced.get(unit) or self.gradients[unit] is not Gradients.CLOSED:
+            self.fail(f"the gradient of unit {unit} is not reduced inside the groups")
+        if unit in self.summed:
+            self.fail(f"unit {unit} was added up across groups already")
+        self.summed.add(unit)
+
     def finish(self, step: Replicate | Update) -> None:
+        unit, settings = step.unit, self.settings
         if not self.agreed:
             self.fail("it must come after Agree")
+        if unit not in self.outline.trainable:
+            self.fail(f"unit {unit} has no gradient")
         if isinstance(step, Replicate):
-            if self.strategy == "full_shard":
-                self.fail("full_shard updates shards, and has nothing to replicate")
-            if step.unit in self.replicated:
-                self.fail(f"unit {step.unit} was replicated already")
-            self.replicated.add(step.unit)
+            if not settings.replicated:
+                self.fail(f"{settings.strategy} updates shards, and has nothing to replicate")
+            if unit in self.replicated:
+                self.fail(f"unit {unit} was replicated already")
+            self.replicated.add(unit)
             return
-        if self.strategy == "no_shard" and step.unit not in self.replicated:
-            self.fail(f"unit {step.unit} has not been replicated")
-        if step.unit in self.updated:
-            self.fail(f"unit {step.unit} was updated already")
-        if self.strategy == "full_shard" and self.values[step.unit] is not Values.SHARDED:
-            self.fail(f"unit {step.unit} is {self.values[step.unit].value}; peers may still read its shards")
-        self.updated.add(step.unit)
+        if settings.replicated and unit not in self.replicated:
+            self.fail(f"unit {unit} has not been replicated")
+        if settings.hybrid and unit not in self.summed:
+            self.fail(f"unit {unit} has not been added up across groups")
+        if unit in self.updated:
+            self.fail(f"unit {unit} was updated already")
+        if self.values[unit] is not self.resting:
+            self.fail(f"unit {unit} is {self.values[unit].value}; peers may still read its shards")
+        if settings.resident and not settings.replicated:
+            self.values[unit] = Values.SHARDED
+        self.updated.add(unit)
 
     def end(self, micros: int | None) -> None:
         self.settled()
@@ -215,11 +250,10 @@ class _Checker:
             self.fail(f"{self.micros} micro-batches were computed, {micros} are due")
         if self.newest is not None:
             self.fail(f"{_described(self.newest)} is left over")
-        if self.strategy == "full_shard":
-            for unit, state in self.values.items():
-                if state is not Values.SHARDED:
-                    self.fail(f"unit {unit} is still {state.value}")
-        for unit in self.values if self.trained else ():
+        for unit, state in self.values.items():
+            if state is not self.resting:
+                self.fail(f"unit {unit} is still {state.value}")
+        for unit in self.outline.trainable if self.trained else ():
             if unit not in self.updated:
                 self.fail(f"unit {unit} was not updated")
 
@@ -232,12 +266,13 @@ def check(outline: Outline, schedule: Sequence[Instruction], strategy: str, micr
     """Walk the schedule through the states of its units.
 
     Args:
+        strategy: says what a rank holds between steps.
         micros: micro-batches that it must compute; None for any number.
 
     Raises:
         ScheduleError: naming the instruction, its place, the unit and its state.
     """
-    checker = _Checker(outline, strategy)
+    checker = _Checker(outline, Settings(strategy))
     for index, instruction in enumerate(schedule):
         checker.at = f"instruction {index}, {instruction}"
         checker.step(instruction)

@@ -16,34 +16,38 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpishard.array.arena import Arena
-from mpishard.array.constants import CHUNK, EXACT_WORDS
-from mpishard.array.dtypes import Array, dtype
+from mpishard.array.arena import REGION, Arena
+from mpishard.array.constants import CHUNK
+from mpishard.array.dtypes import Array
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
-from mpishard.comm.dry import DryCommunicator
 from mpishard.errors import EngineError
-from mpishard.nn.layer import LossLayer
 from mpishard.nn.model import Model
 from mpishard.shard.control import Agreement, Report, combine, compare, describe
 from mpishard.shard.dealing import deal
 from mpishard.shard.entry import Entry, feed_problem, memory_together, name_problem, prediction_problem, rate_problem
 from mpishard.shard.exact import ExactSum
+from mpishard.shard.forecast import forecast
 from mpishard.shard.instructions import Instruction, digest
 from mpishard.shard.layout import layout
-from mpishard.shard.outline import outline_of
+from mpishard.shard.ledger import Ledger, most_taken
+from mpishard.shard.loss_scale import LossScale
+from mpishard.shard.memory import reserve
+from mpishard.shard.offload import Updates, pinned_for, take_together
+from mpishard.shard.outline import outline_of, separated
 from mpishard.shard.precision import precision
-from mpishard.shard.program import Action, Compiler, Regions
+from mpishard.shard.program import Action, Compiler
 from mpishard.shard.results import Evaluation, Optimizer, StepResult
-from mpishard.shard.runner import Feed, Runner
+from mpishard.shard.runner import Feed
 from mpishard.shard.schedule import Settings
-from mpishard.shard.state import fingerprint, initialise, make_state
-from mpishard.shard.steps import Steps, steps_of
+from mpishard.shard.state import fingerprint, initialise, refresh
+from mpishard.shard.steps import steps_of
+from mpishard.shard.strategy import group_of
 from mpishard.shard.whole import whole_parameter
+from mpishard.shard.world import World
 
 __all__ = ["Engine", "Evaluation", "Optimizer", "StepResult", "Stop", "outline_of"]
-
 
 Stop: TypeAlias = "bool | Callable[[], bool]"
 
@@ -56,13 +60,19 @@ class Engine:
         settings: strategy, prefetch, recomputation; ``micros`` is set from the batch.
         micro_batch, global_batch: samples; a step has ``global_batch / micro_batch`` micro-batches, dealt to
             the ranks in turn.
-        dtype_name: element type to compute in; with bfloat16 masters, gradient shards and moments are fp32
+        dtype_name: element type to compute in; with 16 bits masters, gradient shards and moments are fp32
             (:mod:`mpishard.shard.precision`).
+        reduce_dtype: element type in which gradients travel; empty for ``dtype_name``.
+        loss_scale: by which the loss is multiplied, for float16; None for none. Its state is the engine's from here on.
         poison: fill released and not yet arrived memory with NaN (slow; finds what reads it).
+        ledger: note the memory in use at each instruction of a training step, in :attr:`ledger`.
+        offload: ``optimizer`` keeps masters and optimiser states in pinned host memory (:mod:`mpishard.shard.offload`);
+            for operations on a device.
         schedule: run this step instead of the one that ``settings`` make (to study or break it).
 
     Raises:
-        ConfigError: the ranks do not divide the micro-batches.
+        ConfigError: the ranks do not divide the micro-batches, or a group the ranks; nothing can be offloaded; a rank
+            cannot have its memory.
         ScheduleError: the schedule is not legal.
         CommError: ranks differ.
     """
@@ -79,81 +89,84 @@ class Engine:
         global_batch: int,
         seed: int,
         dtype_name: str = "float32",
+        reduce_dtype: str = "",
+        loss_scale: LossScale | None = None,
         poison: bool = False,
+        ledger: bool = False,
+        offload: str = "none",
         schedule: tuple[Instruction, ...] | None = None,
-        planned: Steps | None = None,
     ) -> None:
         micros = deal(global_batch, micro_batch, comm.size)
+        #: where masters and optimiser states are, where they are offloaded
+        self.pinned = pinned_for(offload, ops)
         self.model, self.comm, self.ops, self.optimizer = model, comm, ops, optimizer
         #: everything that all ranks do with the engine begins with its ``meet``
         self.entry = Entry(comm)
         self.settings = settings = replace(settings, micros=micros)
-        self.global_batch = global_batch
-        self.outline = outline_of(model)
-        self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
-        sharded = settings.strategy == "full_shard"
+        self.global_batch, self.loss_scale = global_batch, loss_scale
+        parted = separated(model)
+        self.outline = outline_of(parted)
+        self.layouts = {unit.name: layout(unit.specs, comm.size) for unit in parted.units}
         #: element types of parameters, activations, gradients and sums
-        self.types = types = precision(dtype_name)
-        scratch, trained = comm.scratch_elements, optimizer is not None
-        steps = steps_of(self.outline, self.layouts, settings, types, scratch, trained=trained, schedule=schedule)
-        self.schedule = steps.schedules[0]
+        self.types = types = precision(dtype_name, reduce_dtype)
+        ops.prepare(types.kind)
+        ops.prepare(types.wire)
+        if self.pinned is not None:
+            self.pinned.ops.prepare(types.kind)
+        #: names of what the optimiser keeps for each element
+        self.states = optimizer.states if optimizer is not None else ()
         layers = {id(stage.layer): stage.layer for stage in model.stages}.values()
-        facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, settings])
-        facts += str(self.layouts)
+        facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, reduce_dtype, settings])
+        facts += describe(loss_scale) + describe(offload) + str(self.layouts)
+        self._parts = self._split(comm, settings)
+        self.world = world = World.of(comm, settings, self._parts)
+        steps = steps_of(
+            self.outline, self.layouts, settings, types, world, trained=optimizer is not None, schedule=schedule
+        )
+        self.schedule = steps.schedules[0]
         self._digests = [digest(one, facts) for one in steps.schedules]
         # Before ranks bind what others do not.
         compare(comm.exchange(b"".join(self._digests), "the start of an engine"))
 
-        if planned is not None:
+        trained = optimizer.states if optimizer is not None else None
+        if isinstance(ops, ShapeOps):
             self.arena = Arena(ops, None, poison)
         else:
-            plan = Engine.rehearsed(
-                model, comm, ops, optimizer, settings, micro_batch=micro_batch, dtype_name=dtype_name, planned=steps,
-                schedule=schedule,
+            plan = forecast(
+                model, trained, settings, types, world, micro_batch=micro_batch, ops_bytes=ops.own_bytes,
+                offload=offload, steps=steps,
             )  # fmt: skip
-            peaks, reserved = plan.arena.peaks(), plan.arena.reserved()
-            self.arena = memory_together(comm, lambda: Arena(ops, peaks, poison, reserved, comm.allocate))
-        #: names of what the optimiser keeps for each element
-        self.states = optimizer.states if optimizer is not None else ()
-        self.state = make_state(
-            model,
-            self.layouts,
-            self.arena,
-            ops,
-            types,
-            self.states,
-            trained=optimizer is not None,
-            sharded=sharded,
-            rank=comm.rank,
-        )
-        initialise(self.state, ops, seed)
-        self._runner = Runner(
-            model, ops, self.arena, types, micro_batch=micro_batch, seed=seed, rank=comm.rank, size=comm.size
-        )
-        regions = (planned or steps).regions
-        compiler = Compiler(
-            model,
-            self.outline,
-            self.layouts,
-            self.state,
-            Regions(**{name: self.arena.reserve(name, size, dtype("uint8")) for name, size in regions.items()}),
-            comm,
-            ops,
-            self.arena,
-            self._runner,
-            types=types,
-            gradient_types=steps.gradient_types,
-            resident=not sharded,
-        )
+            self.arena = memory_together(
+                comm, lambda: Arena(ops, plan.peaks, poison, plan.reserved, comm.allocate)
+            )
+            if self.pinned is not None:
+                take_together(comm, self.pinned, plan.host)
+        memory = reserve(
+            parted, self.layouts, self.arena, ops, types, trained, settings=settings, world=world,
+            region=steps.region, micro_batch=micro_batch, seed=seed,
+            lowest=self.outline.lowest, pinned=self.pinned,
+        )  # fmt: skip
+        self.state, self._runner = memory.state, memory.runner
+        self._logits, self._squares = memory.logits, memory.squares
+        self._updates = None if optimizer is None else Updates(self.state, memory.slots, self.pinned, ops, optimizer)
+        self._compiler = Compiler(
+            parted, self.outline, self.layouts, self.state, memory.region, self._parts or (comm, None), ops, self.arena,
+            self._runner, types=types, gradient_types=steps.gradient_types, settings=settings,
+        )  # fmt: skip
         hooks = (self._agree, self._update, self._predict)
         self._train, self._eval, self._pred = (
-            compiler.compile(one, placed, *hooks) for one, placed in zip(steps.schedules, steps.placements, strict=True)
+            self._compiler.compile(one, placed, *hooks)
+            for one, placed in zip(steps.schedules, steps.placements, strict=True)
         )
+        self._taken = most_taken((self._train, self._eval, self._pred))
+        initialise(self.state, ops, seed)
+        self._compiler.share()
+        #: the memory in use at each instruction of the last training step, where that was asked for
+        self.ledger = Ledger(self.arena, self._train, self._beside()) if ledger else None
         nominal = global_batch * math.prod(model.target_shape)
         #: a power of two near 1 / targets, so that gradients stay near one in size before they are divided
-        self._scale = 2.0 ** -round(math.log2(max(1, nominal)))
-        self._logits = self.arena.reserve("workspace", self._head_outputs(), types.kind).reshape(1, -1)
-        self._squares = self.arena.reserve("workspace", EXACT_WORDS, dtype("int64"))
+        self._nominal = 2.0 ** -round(math.log2(max(1, nominal)))
+        self._scale = self._nominal
         self.steps = 0
         self.updates = 0
         #: whether :meth:`close` closes the communicator
@@ -168,59 +181,14 @@ class Engine:
         self._factor = 0.0
         self._running = hashlib.blake2b(digest_size=8)
 
-    def _head_outputs(self) -> int:
-        head = self.model.stages[-1].layer
-        if not isinstance(head, LossLayer):
-            raise EngineError(f"the last stage, {self.model.stages[-1].name}, is no LossLayer")
-        return head.outputs()
-
-    @classmethod
-    def rehearsed(
-        cls,
-        model: Model,
-        comm: Communicator,
-        ops: Ops,
-        optimizer: Optimizer | None,
-        settings: Settings,
-        *,
-        micro_batch: int,
-        dtype_name: str = "float32",
-        planned: Steps | None = None,
-        schedule: tuple[Instruction, ...] | None = None,
-    ) -> Engine:
-        """Return an engine without memory that has run every kind of step once, on shapes.
-
-        Its :meth:`memory` is, to the byte, that of the engine which ``comm`` and ``ops`` would make. It runs one
-        micro-batch, since each uses the same frames, and has room for what ``settings.micros`` of them keep in
-        flight, or for what ``planned`` does. A ``schedule`` of one's own is run whole.
-        """
-        types = precision(dtype_name)
-        ops.prepare(types.kind)
-        if planned is None:
-            layouts = {unit.name: layout(unit.specs, comm.size) for unit in model.units}
-            trained, scratch = optimizer is not None, comm.scratch_elements
-            planned = steps_of(outline_of(model), layouts, settings, types, scratch, trained=trained)
-        shapes = ShapeOps(ops.own_bytes)
-        dry = DryCommunicator(comm.rank, comm.size, shapes, comm.scratch_elements)
-        dry.own_bytes = comm.own_bytes
-        plan = cls(
-            model,
-            dry,
-            shapes,
-            optimizer,
-            settings,
-            micro_batch=micro_batch,
-            global_batch=micro_batch * comm.size * (settings.micros if schedule else 1),
-            seed=0,
-            dtype_name=dtype_name,
-            planned=planned,
-            schedule=schedule,
-        )
-        plan.evaluate(None)
-        plan._forward_one(0)
-        if optimizer is not None:
-            plan.step(None, lr=0.0)
-        return plan
+    @staticmethod
+    def _split(comm: Communicator, settings: Settings) -> tuple[Communicator, Communicator] | None:
+        """Return this rank's group, and the ranks with the same shard, where there are several groups."""
+        group = group_of(settings, comm.size, comm.node.local_size)
+        if group == comm.size:
+            return None
+        inside, across = World(comm.rank, comm.size, group).partners()
+        return comm.split(inside), comm.split(across)
 
     # --- steps
 
@@ -244,11 +212,12 @@ class Engine:
         what = f"step {self.steps}"
         self.entry.meet(what, rate_problem(lr) or feed_problem(feed, self.model, self.global_batch), feed)
         self._lr, self._more, self._stop = float(lr), bool(more), stop
-        self._running.update(struct.pack("<d", self._lr))
+        self._scale = self._nominal * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
+        self._running.update(struct.pack("<dd", self._lr, self._scale))
         self._runner.begin(self.steps, feed, self._scale, training=True)
-        busy = sum(tally.busy for tally in self.comm.tallies.values())
-        seconds = self._run(self._train, what)
-        seconds["communicating"] = sum(tally.busy for tally in self.comm.tallies.values()) - busy
+        busy = self._busy()
+        seconds = self._run(self._train, what, self.ledger)
+        seconds["communicating"] = self._busy() - busy
         known = self._agreement
         if known is None:
             raise EngineError("the step has no Agree")
@@ -257,7 +226,16 @@ class Engine:
         self.updates += updated
         loss = known.loss / known.tokens if known.tokens else float("nan")
         norm = self._norm(known)
-        return StepResult(self.steps - 1, loss, known.tokens, norm, self._lr, updated, known.more, known.stop, seconds)
+        used = self._scale / self._nominal
+        if self.loss_scale is not None:
+            self.loss_scale.update(known.finite)
+        return StepResult(
+            self.steps - 1, loss, known.tokens, norm, self._lr, updated, known.more, known.stop, used, seconds
+        )
+
+    def _busy(self) -> float:
+        comms = (self.comm, *(self._parts or ()))
+        return sum((tally.busy for comm in comms for tally in comm.tallies.values()), 0.0)
 
     def evaluate(self, feed: Feed | None) -> Evaluation:
         """Loss of one global batch without training. Collective."""
@@ -290,7 +268,7 @@ class Engine:
         self._runner.begin(self.steps, None, 1.0, training=False)
         self._run(self._pred, "a prediction")
 
-    def _run(self, program: list[Action], what: str) -> dict[str, float]:
+    def _run(self, program: list[Action], what: str, ledger: Ledger | None = None) -> dict[str, float]:
         """Run the actions in order; return seconds by kind, starting collectives among computing."""
         times = {"compute": 0.0, "start": 0.0, "wait": 0.0}
         clock = time.perf_counter
@@ -302,7 +280,11 @@ class Engine:
                     self.note(action.name)
                 if action.mark:
                     self._running.update(action.mark)
+                if ledger is not None:
+                    ledger.before(action)
                 action.run()
+                if ledger is not None:
+                    ledger.after(action)
                 now = clock()
                 times[action.kind] += now - last
                 last = now
@@ -326,6 +308,8 @@ class Engine:
     def _agree(self) -> None:
         self.ops.fill(self._squares, 0)
         for part in self.state.values():
+            if not part.trained:
+                continue
             own = part.slice_of("grad")
             with self.arena.workspace.frame():
                 partial = self.arena.workspace.push((own.size // CHUNK,), np.dtype(np.float64))
@@ -348,13 +332,9 @@ class Engine:
 
     def _update(self, unit: str) -> None:
         known = self._agreement
-        if known is None or self.optimizer is None or not (known.finite and known.tokens):
+        if known is None or self._updates is None or not (known.finite and known.tokens):
             return  # skipped alike on every rank; the next step's first reduction writes the gradient anew
-        part = self.state[unit]
-        segments = part.segments(self.optimizer.decay)
-        self.optimizer.update(self.ops, part.arrays, segments, self._factor, self._lr, self.updates + 1)
-        if not getattr(self.optimizer, "writes_cast", False):
-            part.refresh(self.ops)
+        self._updates.run(unit, self._factor, self._lr, self.updates + 1)
 
     def _predict(self, index: int, params: Mapping[str, Array]) -> None:
         self._runner.predict(index, self._position, params, self._logits)
@@ -371,16 +351,40 @@ class Engine:
         shares = self.comm.exchange(mine.to_bytes(8, "little"), "a checksum")
         return f"{sum(int.from_bytes(share, 'little') for share in shares) % 2**64:016x}"
 
+    def _beside(self) -> dict[str, int]:
+        """Bytes that backend and transport hold for themselves, and what is reserved for good, by category."""
+        found = {name: nbytes for name, nbytes in self.arena.reserved().items() if name != REGION}
+        found["workspace"] += self.ops.own_bytes
+        found["staging"] += self.world.own_bytes
+        return found
+
     def memory(self) -> dict[str, int]:
-        """Return the bytes this rank holds, by category."""
+        """Return the bytes this rank holds, by category; they add up to all that it holds.
+
+        ``gathered``, ``unreduced`` and ``staging`` share one region, and stand here with what they hold when they are
+        most together; gaps between buffers count as ``staging``.
+        """
         held = self.arena.held()
-        held["staging"] += self.comm.own_bytes
+        region = held.pop(REGION)
+        held["staging"] += self.world.own_bytes + region
+        for name, nbytes in self._taken.items():
+            held[name] += nbytes
+            held["staging"] -= nbytes
         return held
+
+    def host_memory(self) -> int:
+        """Return the bytes of pinned host memory that masters and optimiser states are in; 0 without offload."""
+        return self.pinned.nbytes if self.pinned is not None else 0
+
+    def refresh(self) -> None:
+        """Bring every copy of parameters up to date after this rank's were changed by other than a step. Collective."""
+        refresh(self.state, self.ops)
+        self._compiler.share()
 
     def parameter(self, name: str) -> Array:
         """Return a fresh copy of a whole parameter by its public name, on every rank. Collective."""
         self.entry.meet("reading a parameter", name_problem(name))
-        return whole_parameter(self.state, self.comm, self.ops, name)
+        return whole_parameter(self.state, self.comm, self.ops, name, self.world)
 
     def close(self) -> None:
         """Give back the communicator where it was made for this engine alone. Collective; again is free.
@@ -389,6 +393,8 @@ class Engine:
         """
         if not (self.entry.closed or self.entry.unended):
             self.entry.meet("closing the engine")
+            for part in self._parts or ():
+                part.close()
             if self.owns_comm:
                 self.comm.close()
         self.entry.closed = True

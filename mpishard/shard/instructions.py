@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 __all__ = [
+    "FROZEN",
     "Absorb",
     "Agree",
+    "AllReduce",
     "Await",
     "Backward",
     "Evaluate",
@@ -35,13 +38,21 @@ __all__ = [
 ]
 
 
+#: ends the name of the unit that holds the frozen parameters of the unit before it
+FROZEN = ".frozen"
+
+
 @dataclass(frozen=True)
 class UnitOutline:
-    """A unit's name, whether it is kept from its first to its last use, and its trainable parameters."""
+    """A unit's name, whether it is kept from its first to its last use, and its trainable parameters.
+
+    ``beside`` names the unit with which it is always read: the trainable parameters beside which frozen ones lie.
+    """
 
     name: str
     keep: bool
     params: tuple[str, ...]
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,26 @@ class Outline:
 
     def stage(self, name: str) -> StageOutline:
         """Return the stage of that name."""
-        return next(stage for stage in self.stages if stage.name == name)
+        return self._stages[name]
+
+    @cached_property
+    def _stages(self) -> dict[str, StageOutline]:
+        return {stage.name: stage for stage in self.stages}
+
+    @cached_property
+    def lowest(self) -> int:
+        """The first stage with a trainable parameter: backward ends there. Without any, the last stage."""
+        return next((i for i, stage in enumerate(self.stages) if stage.params), len(self.stages) - 1)
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The units with trainable parameters, in order."""
+        return tuple(unit.name for unit in self.units if unit.params)
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Start the all-gather of the unit's shards into its buffer."""
+    """Start the all-gather of the unit's shards into its buffer, or into the copy that the rank keeps."""
 
     unit: str
 
@@ -159,6 +184,13 @@ class Absorb:
 
 
 @dataclass(frozen=True)
+class AllReduce:
+    """Add up the groups' sums of the unit's gradient, so that each group's shards have the sum of all."""
+
+    unit: str
+
+
+@dataclass(frozen=True)
 class Agree:
     """The control exchange: every rank learns the norm, the loss and what to do next."""
 
@@ -179,7 +211,7 @@ class Update:
 
 Instruction: TypeAlias = (
     "Gather | Await | Release | Forward | Recompute | Loss | Backward | Evaluate | Predict"
-    " | Reduce | Absorb | Agree | Replicate | Update"
+    " | Reduce | Absorb | AllReduce | Agree | Replicate | Update"
 )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mpishard.array.arena import Arena
 from mpishard.array.dtypes import Array, DType
@@ -16,6 +15,7 @@ from mpishard.nn.model import Model, Stage
 from mpishard.shard.instructions import (
     Absorb,
     Agree,
+    AllReduce,
     Await,
     Backward,
     Evaluate,
@@ -37,27 +37,30 @@ from mpishard.shard.place import Placement
 from mpishard.shard.precision import Precision
 from mpishard.shard.runner import Runner
 from mpishard.shard.state import State
+from mpishard.shard.strategy import Settings
 
-__all__ = ["Action", "Compiler", "Regions", "views"]
+__all__ = ["Action", "Compiler", "views"]
+
+#: (category, bytes) of buffers
+_Held: TypeAlias = "tuple[tuple[str, int], ...]"
 
 
 class Action(NamedTuple):
-    """One instruction as a call. ``kind`` is ``compute``, ``start`` or ``wait``; collectives carry a ``mark``."""
+    """One instruction as a call.
+
+    Attributes:
+        kind: ``compute``, ``start`` or ``wait``.
+        mark: what a collective is, for the running digest.
+        takes, gives: buffers of the region whose life begins before it, and ends after it.
+    """
 
     instruction: Instruction
     kind: str
     run: Callable[[], None]
     mark: bytes
     name: bytes
-
-
-@dataclass(frozen=True)
-class Regions:
-    """The memory that communication touches, as bytes."""
-
-    gathered: Array
-    unreduced: Array
-    staging: Array
+    takes: _Held = ()
+    gives: _Held = ()
 
 
 def views(flat: Array, layout: Layout) -> dict[str, Array]:
@@ -74,27 +77,29 @@ class Compiler:
         outline: Outline,
         layouts: Mapping[str, Layout],
         state: State,
-        regions: Regions,
-        comm: Communicator,
+        region: Array,
+        comms: tuple[Communicator, Communicator | None],
         ops: Ops,
         arena: Arena,
         runner: Runner,
         *,
         types: Precision,
         gradient_types: Mapping[str, DType],
-        resident: bool,
+        settings: Settings,
     ) -> None:
+        """``region``: the bytes that communication touches. ``comms``: who share a copy of the state, and the ranks of
+        the other groups that have the same shard, where there are others."""
         self.model, self.outline, self.layouts, self.state = model, outline, layouts, state
-        self.regions, self.comm, self.ops, self.arena, self.runner = regions, comm, ops, arena, runner
-        self.types, self.gradient_types = types, gradient_types
+        self.region, self.ops, self.arena, self.runner = region, ops, arena, runner
+        self.inner, self.across = comms
+        self.types, self.gradient_types, self.settings = types, gradient_types, settings
         self._index = {stage.name: i for i, stage in enumerate(model.stages)}
         self._bound: dict[tuple[object, ...], Collective] = {}
         self._views: dict[tuple[str, str, int], dict[str, Array]] = {}
         self._works: dict[str, Work] = {}
-        copy = "cast" if types.mixed else "param"
-        self._resident = (
-            {name: views(part.arrays[copy], layouts[name]) for name, part in state.items()} if resident else {}
-        )
+        self._resident = {
+            name: views(part.resident, layouts[name]) for name, part in state.items() if part.resident is not None
+        }
 
     def compile(
         self,
@@ -112,35 +117,53 @@ class Compiler:
         values: dict[str, dict[str, Array]] = dict(self._resident)
         buffers: dict[str, Array] = {}
         gradients: dict[str, tuple[int, Array]] = {}
+        beside: dict[str, int] = {}
         actions = []
         for i, step in enumerate(schedule):
             kind, mark = "compute", b""
             run: Callable[[], None]
-            if isinstance(step, Gather):
-                buffer = self._cut(self.regions.gathered, placement.gathered[i], step.unit, self.types.kind)
+            takes: _Held = ()
+            gives: _Held = ()
+            if isinstance(step, Gather) and i not in placement.gathered:
+                whole = self.state[step.unit].resident
+                assert whole is not None
+                run, kind = partial(self._start_share, step.unit, self._share(step.unit)), "start"
+                mark = f"gather {step.unit} {whole.nbytes}".encode()
+            elif isinstance(step, Gather):
+                buffer = self._cut(placement.gathered[i], step.unit, self.types.kind)
                 collective = self._gather(step.unit, placement.gathered[i], buffer)
                 values[step.unit] = self._view("gathered", step.unit, placement.gathered[i], buffer)
                 buffers[step.unit] = buffer
                 run, kind = partial(self._start_gather, step.unit, collective, buffer), "start"
                 mark = f"gather {step.unit} {buffer.nbytes}".encode()
+                takes = (("gathered", buffer.nbytes),)
             elif isinstance(step, Await):
-                run, kind = partial(self._await, step.unit), "wait"
+                run = partial(self._await if step.unit in buffers else self._shared, step.unit)
+                kind = "wait"
             elif isinstance(step, Release):
                 # The views remain: check() has seen that nobody reads them, and poisoned they show who does.
                 run = partial(self._release, step.unit, buffers[step.unit])
+                gives = (("gathered", buffers[step.unit].nbytes),)
             elif isinstance(step, Reduce):
                 offset, buffer = gradients[step.unit]
-                collective, wire = self._reduce(step.unit, offset, placement.staging[i], buffer)
-                run, kind = partial(self._start_reduce, step.unit, collective, step.add, buffer, wire), "start"
-                mark = f"reduce {step.unit} {wire.nbytes} {step.add}".encode()
+                collective, beside[step.unit] = self._reduce(step.unit, offset, placement.staging[i], buffer)
+                run, kind = partial(self._start_reduce, step.unit, collective, step.add), "start"
+                nbytes = buffer.size * self.types.wire.itemsize
+                mark = f"reduce {step.unit} {nbytes} {step.add}".encode()
+                takes = (("staging", beside[step.unit]),)
             elif isinstance(step, Absorb):
                 _, buffer = gradients.pop(step.unit)
                 run, kind = partial(self._absorb, step.unit, buffer), "wait"
+                gives = (("unreduced", buffer.nbytes), ("staging", beside[step.unit]))
+            elif isinstance(step, AllReduce):
+                run, nbytes = self._all_reduce(step.unit, placement.staging[i])
+                kind, mark = "wait", f"all-reduce {step.unit} {nbytes}".encode()
+                takes = gives = (("staging", nbytes),)
             elif isinstance(step, Agree):
                 run, kind = agree, "wait"
             elif isinstance(step, Replicate):
                 grad = self.state[step.unit].arrays["grad"]
-                collective = self.comm.bind_all_gather(self.state[step.unit].slice_of("grad"), grad)
+                collective = self.inner.bind_all_gather(self.state[step.unit].slice_of("grad"), grad)
                 run, kind = partial(_finish, collective), "wait"
                 mark = f"replicate {step.unit} {grad.nbytes}".encode()
             elif isinstance(step, Update):
@@ -148,16 +171,22 @@ class Compiler:
             else:
                 opened = placement.unreduced.get(i, {})
                 for unit, offset in opened.items():
-                    kind_of = self.gradient_types[unit]
-                    gradients[unit] = (offset, self._cut(self.regions.unreduced, offset, unit, kind_of))
+                    gradients[unit] = (offset, self._cut(offset, unit, self.gradient_types[unit]))
                 run = self._compute(step, values, gradients, list(opened), predict)
-            actions.append(Action(step, kind, run, mark, short(step).encode()))
+                takes = tuple(("unreduced", gradients[unit][1].nbytes) for unit in opened)
+            actions.append(Action(step, kind, run, mark, short(step).encode(), takes, gives))
         return actions
+
+    def share(self) -> None:
+        """Gather what each rank has changed of the parameters that all of them keep. Collective."""
+        if self.settings.resident and not self.settings.replicated:
+            for unit in self.state:
+                _finish(self._share(unit))
 
     # --- memory and collectives, each made once
 
-    def _cut(self, region: Array, offset: int, unit: str, kind: DType) -> Array:
-        return region[offset : offset + self.layouts[unit].total * kind.itemsize].view(kind)
+    def _cut(self, offset: int, unit: str, kind: DType) -> Array:
+        return self.region[offset : offset + self.layouts[unit].total * kind.itemsize].view(kind)
 
     def _view(self, region: str, unit: str, offset: int, buffer: Array) -> dict[str, Array]:
         key = (region, unit, offset)
@@ -169,25 +198,56 @@ class Compiler:
         key = ("gather", unit, offset)
         if key not in self._bound:
             part = self.state[unit]
-            shard = buffer[part.own] if self.types.mixed else part.arrays["param"]
-            self._bound[key] = self.comm.bind_all_gather(shard, buffer)
+            shard = buffer[part.start : part.stop] if self._rounds(unit) else part.kept
+            self._bound[key] = self.inner.bind_all_gather(shard, buffer)
         return self._bound[key]
 
-    def _reduce(self, unit: str, offset: int, staging: int, buffer: Array) -> tuple[Collective, Array]:
-        """Return the collective and what it reads: the gradient itself, or its copy in the type that travels.
+    def _rounds(self, unit: str) -> bool:
+        """Whether this rank's part is rounded into the gathered buffer, and sent from there."""
+        return self.types.mixed and "cast" not in self.state[unit].arrays
 
-        The copy lies before the collective's scratch; both are this unit's until its Absorb.
-        """
-        wire, rest = buffer, staging
-        if buffer.dtype != self.types.kind:
-            wire = self._cut(self.regions.staging, staging, unit, self.types.kind)
-            rest += wire.nbytes
+    def _share(self, unit: str) -> Collective:
+        key = ("share", unit)
+        if key not in self._bound:
+            part = self.state[unit]
+            assert part.resident is not None
+            self._bound[key] = self.inner.bind_all_gather(part.resident[part.start : part.stop], part.resident)
+        return self._bound[key]
+
+    def _reduce(self, unit: str, offset: int, staging: int, buffer: Array) -> tuple[Collective, int]:
+        """Return the collective, and the bytes beside its input that are its own from start to end."""
+        wire = self.types.wire
+        nbytes = self.inner.scratch_bytes(buffer.size, buffer.dtype, wire)
         key = ("reduce", unit, offset, staging)
         if key not in self._bound:
-            nbytes = self.comm.scratch_elements(wire.size) * wire.itemsize
-            room = self.regions.staging[rest : rest + nbytes].view(wire.dtype) if nbytes else None
-            self._bound[key] = self.comm.bind_reduce_scatter(wire, self.state[unit].slice_of("grad"), room)
-        return self._bound[key], wire
+            part = self.state[unit]
+            out = part.slice_of("grad") if self.settings.replicated else part.arrays["grad"]
+            room = self.region[staging : staging + nbytes] if nbytes else None
+            self._bound[key] = self.inner.bind_reduce_scatter(buffer, out, room, wire)
+        return self._bound[key], nbytes
+
+    def _all_reduce(self, unit: str, staging: int) -> tuple[Callable[[], None], int]:
+        """An ordered reduce-scatter of what this group has summed, into a place of its own, and an all-gather back."""
+        if self.across is None:
+            return _nothing, 0
+        grad, wide = self.state[unit].arrays["grad"], self.types.wide
+        count = grad.size // self.across.size
+        most = count * wide.itemsize
+        nbytes = most + self.across.scratch_bytes(grad.size, wide, wide)
+        key: tuple[object, ...] = ("all-reduce", unit, staging)
+        back = ("all-reduce, back", unit, staging)
+        if key not in self._bound:
+            part = self.region[staging : staging + most].view(wide)
+            room = self.region[staging + most : staging + nbytes] if nbytes > most else None
+            self._bound[key] = self.across.bind_reduce_scatter(grad, part, room)
+            self._bound[back] = self.across.bind_all_gather(part, grad)
+        reduce, gather = self._bound[key], self._bound[back]
+
+        def run() -> None:
+            _finish(reduce)
+            _finish(gather)
+
+        return run, nbytes
 
     # --- computing
 
@@ -245,9 +305,9 @@ class Compiler:
 
     def _start_gather(self, unit: str, collective: Collective, buffer: Array) -> None:
         self.arena.spoil(buffer)
-        if self.types.mixed:
+        if self._rounds(unit):
             part = self.state[unit]
-            self.ops.copy(part.arrays["param"], buffer[part.own])
+            self.ops.copy(part.arrays["param"], buffer[part.start : part.stop])
         self._works[unit] = collective.start()
 
     def _await(self, unit: str) -> None:
@@ -256,13 +316,17 @@ class Compiler:
     def _release(self, unit: str, buffer: Array) -> None:
         work = self._works.pop(unit)
         work.released()
-        if self.types.mixed:
+        if self._rounds(unit):
             work.wait_inputs()  # peers read what this rank gave to the gather from this very buffer
         self.arena.spoil(buffer)
 
-    def _start_reduce(self, unit: str, collective: Collective, add: bool, buffer: Array, wire: Array) -> None:
-        if wire is not buffer:
-            self.ops.copy(buffer, wire)
+    def _start_share(self, unit: str, collective: Collective) -> None:
+        self._works[unit] = collective.start()
+
+    def _shared(self, unit: str) -> None:
+        self._works.pop(unit).wait_inputs()
+
+    def _start_reduce(self, unit: str, collective: Collective, add: bool) -> None:
         self._works["gradient of " + unit] = collective.start(add)
 
     def _absorb(self, unit: str, buffer: Array) -> None:
@@ -272,3 +336,7 @@ class Compiler:
 
 def _finish(collective: Collective) -> None:
     collective.start().wait_inputs()
+
+
+def _nothing() -> None:
+    return None

@@ -37,6 +37,9 @@ class Optimizer(Protocol):
     ) -> None:
         """Update ``arrays["param"]`` from ``factor * arrays["grad"]``; ``count`` is 1 for the first update.
 
+        The arrays, and the (start, stop, decay) of ``segments`` in them, are those of this rank's part of a unit, or of
+        a chunk of it where the states are offloaded: what becomes of an element depends on that element alone.
+
         Where there is ``arrays["cast"]``, the engine rounds the new values into it, unless the optimiser has an
         attribute ``writes_cast`` that is True and does it itself.
         """
@@ -51,6 +54,7 @@ class StepResult:
         grad_norm: global norm of the mean gradient, before clipping.
         updated: False where the gradient was not finite or no target counted: the update was skipped.
         more, stop: every rank has data for the next step; some rank wants to stop.
+        loss_scale: by which the loss was multiplied in this step; 1 without loss scaling.
         seconds: this rank's time: ``computing``, ``waiting`` for others, ``communicating`` (in flight, hidden
             or not), ``total``.
     """
@@ -63,6 +67,7 @@ class StepResult:
     updated: bool
     more: bool
     stop: bool
+    loss_scale: float
     seconds: dict[str, float] = field(compare=False)
 
 

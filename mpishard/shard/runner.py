@@ -4,7 +4,8 @@
 Forward pushes each stage's output on ``saved`` and what the stage keeps above it. Backward goes down the same
 stack: when a stage's backward has run, everything from its output up is taken back. Recomputation finds
 its stage's output on top and writes it again in place. Gradients of activations alternate between two
-buffers, and so do outputs where there is no backward.
+buffers, and so do outputs where there is no backward: in an evaluation, and below the lowest stage that has a
+trainable parameter, where backward ends.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Runner:
     Args:
         micro_batch: samples of a micro-batch.
         rank, size: local micro-batch k is global micro-batch ``k * size + rank``.
+        lowest: the first stage with a trainable parameter.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class Runner:
         seed: int,
         rank: int,
         size: int,
+        lowest: int,
     ) -> None:
         self.model, self.ops, self.arena = model, ops, arena
         self.rank, self.size, self.micro_batch = rank, size, micro_batch
+        self.lowest = lowest
         self.rows = math.prod(model.target_shape)
         self.context = StepContext(arena, types.kind, seed)
         self.scale = 1.0
@@ -109,16 +113,17 @@ class Runner:
         if "float" in model.sample_dtype and sample_type != types.kind:
             self._samples = arena.reserve("workspace", math.prod(samples), types.kind).reshape(samples)
         self._losses = arena.reserve("workspace", math.prod(goals), types.wide)
-        widest = max(math.prod(shape) for shape in self._shapes(samples))
+        widest = max(math.prod(shape) for shape in self.shapes(samples))
         self._flow = [arena.reserve("workspace", widest, types.kind) for _ in range(2)]
         self._total = arena.reserve("workspace", 1, dtype("float64"))
         self._loss_words = arena.reserve("workspace", EXACT_WORDS, dtype("int64"))
-        self._x: Array = self._samples
+        #: the newest activation or gradient
+        self.newest: Array = self._samples
         self._frames: dict[int, tuple[int, Array, Array, int, Any]] = {}
         self._turn = 0
 
-    def _shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Shapes of the inner stages' outputs."""
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the shapes of the inner stages' outputs, for an input of ``shape``."""
         shapes = []
         for stage in self.model.stages[:-1]:
             assert isinstance(stage.layer, Layer)
@@ -130,7 +135,7 @@ class Runner:
         """Start a step: nothing is kept, nothing is summed."""
         self.feed, self.scale = feed, scale
         self.context.step, self.context.training = step, training
-        self.context.kept = self.arena.saved if training else self.arena.workspace
+        self.arena.saved.cut(0)
         self.ops.fill(self._loss_words, 0)
         self.targets_seen = 0
 
@@ -154,22 +159,25 @@ class Runner:
         layer = self.model.stages[index].layer
         assert isinstance(layer, Layer)
         self._enter(index, micro)
+        saved, training = self.arena.saved, self.context.training
         if index == 0:
-            self._x = self._read(micro)
-        x, saved = self._x, self.arena.saved
+            self.newest = self._read(micro)
+        x = self.newest
         bottom = saved.top
-        training = self.context.training
         shape = layer.output_shape(x.shape)
-        y = saved.push(shape, self._dtype) if training else self._buffer(shape)
+        # The input of the lowest stage that learns is kept too.
+        y = saved.push(shape, self._dtype) if training and index + 1 >= self.lowest else self._buffer(shape)
         top = saved.top
+        learns = training and index >= self.lowest
+        self.context.kept = saved if learns else self.arena.workspace
         with self.arena.workspace.frame():
             record = layer.forward(self.ops, self.context, params, x, y)
-        if training:
+        if learns:
             if not keep:
                 saved.cut(top)
                 record = None
             self._frames[index] = (bottom, x, y, top, record)
-        self._x = y
+        self.newest = y
 
     def _read(self, micro: int) -> Array:
         if self.feed is not None:
@@ -197,6 +205,7 @@ class Runner:
         assert isinstance(layer, Layer)
         self._enter(index, micro)
         bottom, x, y, top, _ = self._frames[index]
+        self.context.kept = self.arena.saved
         with self.arena.workspace.frame():
             record = layer.forward(self.ops, self.context, params, x, y)
         self._frames[index] = (bottom, x, y, top, record)
@@ -207,11 +216,12 @@ class Runner:
         assert isinstance(layer, LossLayer)
         self._enter(index, micro)
         if index == 0:
-            self._x = self._read(micro)
-        dx = self._buffer(self._x.shape) if grads is not None and index > 0 else None
+            self.newest = self._read(micro)
+        self.context.kept = self.arena.saved if grads is not None else self.arena.workspace
+        dx = self._buffer(self.newest.shape) if grads is not None and index > self.lowest else None
         with self.arena.workspace.frame():
             layer.loss(
-                self.ops, self.context, params, grads, self._x, self.targets, self._losses, self.scale, dx
+                self.ops, self.context, params, grads, self.newest, self.targets, self._losses, self.scale, dx
             )
         self.ops.sum64(self._losses, self._total)
         self.ops.exact_sum(self._total, self._loss_words)
@@ -219,7 +229,9 @@ class Runner:
         for start in range(0, flat.size, 32768):
             self.targets_seen += int(np.count_nonzero(flat[start : start + 32768] != IGNORE))
         if dx is not None:
-            self._x = dx
+            self.newest = dx
+        elif grads is not None:
+            self.arena.saved.cut(0)
 
     def backward(self, index: int, micro: int, params: Params, grads: Grads) -> None:
         """Backward of an inner stage from the newest gradient; takes its memory back."""
@@ -227,14 +239,14 @@ class Runner:
         assert isinstance(layer, Layer)
         self._enter(index, micro)
         bottom, x, _, _, record = self._frames.pop(index)
-        dy = self._x
-        dx = self._buffer(x.shape) if index > 0 else None
+        dy = self.newest
+        dx = self._buffer(x.shape) if index > self.lowest else None
         with self.arena.workspace.frame():
             layer.backward(self.ops, self.context, params, grads, record, dy, dx)
         if dx is not None:
-            self._x = dx
-        # This stage's output and all it kept; the input below belongs to the stage before.
-        self.arena.saved.cut(bottom)
+            self.newest = dx
+        # This stage's output and all it kept; the input below belongs to the stage before, which may need it.
+        self.arena.saved.cut(bottom if index > self.lowest else 0)
 
     def predict(self, index: int, position: int, params: Params, logits: Array) -> None:
         """Predictions for one position of the first sample: logits (1, outputs)."""
@@ -242,7 +254,8 @@ class Runner:
         assert isinstance(layer, LossLayer)
         self._enter(index, 0)
         if index == 0:
-            self._x = self._read(0)
-        row = self._x[0].reshape(self.rows, -1)[position : position + 1]
+            self.newest = self._read(0)
+        self.context.kept = self.arena.workspace
+        row = self.newest[0].reshape(self.rows, -1)[position : position + 1]
         with self.arena.workspace.frame():
             layer.predict(self.ops, self.context, params, row, logits)

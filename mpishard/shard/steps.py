@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mpishard.array.dtypes import DType
@@ -12,6 +12,7 @@ from mpishard.shard.layout import Layout
 from mpishard.shard.place import Placement, place
 from mpishard.shard.precision import Precision, gradient_types, sizes_of
 from mpishard.shard.schedule import Settings, build_forward, build_step
+from mpishard.shard.world import World
 
 __all__ = ["Steps", "steps_of"]
 
@@ -22,13 +23,23 @@ class Steps:
 
     Attributes:
         gradient_types: unit -> element type of its gradient buffer.
-        regions: bytes of the memory that communication touches: ``gathered``, ``unreduced`` and ``staging``.
     """
 
     schedules: tuple[tuple[Instruction, ...], ...]
     placements: tuple[Placement, ...]
     gradient_types: Mapping[str, DType]
-    regions: Mapping[str, int]
+
+    @property
+    def region(self) -> int:
+        """Bytes of the memory that communication touches."""
+        return max(placement.size for placement in self.placements)
+
+    @property
+    def fullest(self) -> dict[str, int]:
+        """Bytes of that memory by category where they are most; what is never used counts as staging."""
+        found = max((placement.fullest for placement in self.placements), key=lambda each: sum(each.values()))
+        found["staging"] += self.region - sum(found.values())
+        return found
 
 
 def steps_of(
@@ -36,7 +47,7 @@ def steps_of(
     layouts: Mapping[str, Layout],
     settings: Settings,
     types: Precision,
-    scratch: Callable[[int], int],
+    world: World,
     *,
     trained: bool,
     schedule: tuple[Instruction, ...] | None = None,
@@ -58,11 +69,7 @@ def steps_of(
         if one:
             check(outline, one, settings.strategy, due)
     gradients = gradient_types(outline, train, types)
-    sizes = sizes_of(layouts, types, gradients, scratch)
+    across = world.across if settings.hybrid and world.groups > 1 else None
+    sizes = sizes_of(layouts, types, gradients, world.scratch, across, world.groups)
     placements = tuple(place(outline, one, sizes) for one in schedules)
-    regions = {
-        "gathered": max(p.gathered_size for p in placements),
-        "unreduced": max(p.unreduced_size for p in placements),
-        "staging": max(p.staging_size for p in placements),
-    }
-    return Steps(schedules, placements, gradients, regions)
+    return Steps(schedules, placements, gradients)

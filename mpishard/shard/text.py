@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from mpishard.shard.instructions import (
     Absorb,
     Agree,
+    AllReduce,
     Await,
     Backward,
     Evaluate,
@@ -40,6 +41,7 @@ MEANINGS: dict[type[Instruction], str] = {
     Release: "the unit is read no more; its buffer is free",
     Reduce: "start the reduce-scatter of a unit's gradient buffer into the shards (the first writes, later ones add)",
     Absorb: "wait until it is reduced; the gradient buffer is free",
+    AllReduce: "add up the groups' sums of a unit's gradient",
     Agree: "one record from every rank: norm, loss, whether all are well and have data",
     Replicate: "all-gather the reduced slices of a unit's gradient",
     Update: "clip, and AdamW on what this rank holds of the unit",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -20,17 +21,16 @@ from mpishard.comm.base import Communicator
 from mpishard.comm.frames import FRAME_BYTES
 from mpishard.errors import CommError, ConfigError
 from mpishard.testing.contract import ContractError, refused, require
-from mpishard.testing.rounds import Gather, Reduce, data, ordered, pair, put, read, room, same, write
+from mpishard.testing.reductions import CHECKS as REDUCTIONS
+from mpishard.testing.reductions import FLOATS, SIZES, floats
+from mpishard.testing.rounds import Gather, data, ordered, pair, put, read, room, same, scratch_for, write
 
 __all__ = ["CHECKS", "FLOATS", "Check", "check_communicator"]
 
 Check: TypeAlias = Callable[[Communicator], None]
 #: name -> check
 CHECKS: dict[str, Check] = {}
-#: types that can be summed; float16 on the host alone
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
-_SIZES = (0, 1, 7, 1000)  # elements of a shard
 _Bind: TypeAlias = Callable[[], object]
 
 
@@ -47,10 +47,6 @@ def check_communicator(comm: Communicator) -> None:
             raise ContractError(f"{name}: {error}") from error
 
 
-def _floats(comm: Communicator) -> list[str]:
-    return [name for name in FLOATS if not (comm.on_device and name == "float16")]
-
-
 def _check(function: Check) -> Check:
     CHECKS[function.__name__.lstrip("_")] = function
     return function
@@ -58,7 +54,7 @@ def _check(function: Check) -> Check:
 
 @_check
 def _all_gather(comm: Communicator) -> None:
-    for dtype, count, in_place in itertools.product(DTYPES.values(), _SIZES, [False, True]):
+    for dtype, count, in_place in itertools.product(DTYPES.values(), SIZES, [False, True]):
         gather = Gather(comm, count, dtype, in_place)
         for round_ in range(2):  # twice in a row: the second finds what the first left behind
             gather.fill(round_)
@@ -68,23 +64,7 @@ def _all_gather(comm: Communicator) -> None:
                 same(read(comm, gather.input), gather.values(comm.rank, round_), "the input of the all-gather")
 
 
-@_check
-def _reduce_scatter(comm: Communicator) -> None:
-    for name, count, add in itertools.product(_floats(comm), _SIZES, [False, True]):
-        reduce = Reduce(comm, count, DTYPES[name])
-        for round_ in range(2):
-            reduce.fill(round_)
-            reduce.collective.start(add).wait_inputs()
-            reduce.check(round_, add)
-
-
-@_check
-def _negative_zero_is_written(comm: Communicator) -> None:
-    full, out = room(comm, comm.size, DTYPES["float32"]), room(comm, 1, DTYPES["float32"])
-    write(comm, full, np.full(comm.size, -0.0, np.float32))
-    scratch = room(comm, comm.scratch_elements(full.size), full.dtype)
-    comm.bind_reduce_scatter(full, out, scratch).start().wait_inputs()
-    same(read(comm, out), np.array([-0.0], np.float32), "a sum of negative zeros, of which the first is written")
+CHECKS.update(REDUCTIONS)
 
 
 @_check
@@ -99,7 +79,7 @@ def _results_stay_inside_out(comm: Communicator) -> None:
 
 @_check
 def _broadcast(comm: Communicator) -> None:
-    for root, dtype, count in itertools.product(range(comm.size), DTYPES.values(), _SIZES):
+    for root, dtype, count in itertools.product(range(comm.size), DTYPES.values(), SIZES):
         array = put(comm, data(count, dtype, comm.rank))
         comm.broadcast(array, root)
         same(read(comm, array), data(count, dtype, root), f"broadcast of {dtype} x {count} from {root}")
@@ -122,7 +102,7 @@ def _broadcast_is_read_before_it_returns(comm: Communicator) -> None:
 
 @_check
 def _all_reduce(comm: Communicator) -> None:
-    for name, count in itertools.product(["float32", "float64"], _SIZES):
+    for name, count in itertools.product(["float32", "float64"], SIZES):
         arrays = [data(count, DTYPES[name], rank) for rank in range(comm.size)]
         for _ in range(2):
             array = put(comm, arrays[comm.rank])
@@ -248,7 +228,8 @@ def _one_ranks_mistake_is_everybodys(comm: Communicator) -> None:
     gather = comm.bind_all_gather
 
     def reduce(full: Array, out: Array, scratch: Array | None = None) -> None:
-        spare = new(comm.scratch_elements(full.size), full.dtype) if scratch is None else scratch
+        spare = scratch_for(comm, full) if scratch is None else scratch
+        kept.append(spare)
         comm.bind_reduce_scatter(full, out, spare)
 
     kept: list[Array] = []  # a device may still be at work on what was written last
@@ -276,17 +257,14 @@ def _one_ranks_mistake_is_everybodys(comm: Communicator) -> None:
     ]
     if comm.on_device:
         host = np.zeros(4 * n, f4)
-        half = DTYPES["float16"]
-        mistakes += [
-            (good_gather, lambda: gather(new(4), host), "in host memory"),
-            (good_reduce, lambda: reduce(new(4 * n, half), new(4)), "cannot be computed with on a GPU"),
-        ]
-    if comm.scratch_elements(4 * n):
-        mistakes += [
-            (good_reduce, lambda: reduce(new(4 * n), new(4), new(4 * n - 1)), "are needed"),
-            (good_reduce, lambda: reduce(new(4 * n), new(4), new(4 * n, f2)), "must be of one type"),
-            (good_reduce, lambda: reduce(new(4 * n), wide[:4], wide[: 4 * n]), "overlap"),
-        ]
+        mistakes.append((good_gather, lambda: gather(new(4), host), "in host memory"))
+        for name in set(FLOATS) - set(floats(comm)):
+            unknown = new(4 * n, DTYPES[name])
+            mistakes.append((good_reduce, partial(reduce, unknown, new(4)), "cannot be computed with on a GPU"))
+    if need := comm.scratch_bytes(4 * n, f4, f4):
+        spare = wide.view(DTYPES["uint8"])
+        if need <= spare.nbytes:
+            mistakes.append((good_reduce, lambda: reduce(new(4 * n), wide[:4], spare), "overlap"))
     # What is right by itself, but is not what the others bind.
     differences: list[tuple[_Bind, _Bind]] = [
         (good_gather, lambda: gather(new(5), new(5 * n))),
@@ -325,7 +303,7 @@ def _split(comm: Communicator) -> None:
     for child in (part, backwards, comm):
         _several_in_flight(child)
     grandchild = part.split([[rank] for rank in range(part.size)])
-    _reduce_scatter(grandchild)
+    CHECKS["reduce_scatter"](grandchild)
     apart = part.tallies["reduce_scatter"] is not comm.tallies["reduce_scatter"]
     require(apart, "a group counts in its parent's tallies")
     for child in (grandchild, part, backwards):

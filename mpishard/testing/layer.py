@@ -6,6 +6,7 @@ stage (:mod:`mpishard.testing.stage`). The contract is described in :mod:`mpisha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ DERIVATIVE = 1e-7
 #: the step, which falls with its fourth power, was 1e-7 there at 1e-4; rounding adds 1e-11 of the largest term.
 STEP = 2e-5
 
+_FEW, _DRAWN = 4, 6  # parameters that are frozen in every way, and ways to freeze more of them
 _ADDED, _SINGLE = 1e-12, 2e-5  # of sums that are added instead of written, and of fp32
 
 
@@ -51,9 +53,10 @@ def check_layer(
     The gradient of a random projection of y, along random directions of x and of each parameter, must agree with
     differences of forward. Each gradient must be written where ``grads[name]`` is (array, False), added to what is
     there where it is (array, True), left alone where it is None; dx left out where dx is None; the other gradients
-    keep their bits all the while. x, dy and the parameters must keep their values. The layer may use its
-    arguments and memory from ``ctx.keep`` and ``ctx.scratch`` only, as much as on shapes; ``saved`` may hold
-    no parameter and no scratch. Forward must give the same bits again. fp32 must agree with float64.
+    keep their bits all the while, whichever parameters are frozen together. x, dy and the parameters must keep
+    their values. The layer may use its arguments and memory from ``ctx.keep`` and ``ctx.scratch`` only, as much as on
+    shapes; ``saved`` may hold no parameter and no scratch. Forward must give the same bits again. fp32 must agree
+    with float64.
 
     Raises:
         ContractError: the layer breaks the contract; the message says how. What the layer itself raises is its cause.
@@ -182,17 +185,23 @@ def _check_gradient_rule(problem: Problem) -> None:
                 f"the gradient of {name} is not {rule} where the gradients of {', '.join(added)} are to be added "
                 "(grads[name] is (array, True)) and all others written",
             )
-    for frozen in [[name] for name in names] + [names]:
-        found = _nan_like(expected)
-        machine.run(
-            problem, {name: None if name in frozen else (found[name], False) for name in names}, found.get("x")
-        )
-        kept = {name: array for name, array in found.items() if name not in frozen}
-        _same_bits(kept, expected, f"freezing {', '.join(frozen)} (grads[name] is None)")
     found = _nan_like(problem.params)
     machine.run(problem, _written(found), None)
     _same_bits(found, expected, "leaving dx out")
-    machine.run(problem, dict.fromkeys(names), None)
+    for frozen in _frozen_together(names, rng):
+        for leave in ("", "leaving dx out and "):
+            found = _nan_like(problem.params if leave else expected)
+            machine.run(problem, {n: None if n in frozen else (found[n], False) for n in names}, found.get("x"))
+            kept = {name: array for name, array in found.items() if name not in frozen}
+            _same_bits(kept, expected, f"{leave}freezing {', '.join(frozen)} (grads[name] is None)")
+
+
+def _frozen_together(names: list[str], rng: np.random.Generator) -> list[list[str]]:
+    """Each parameter alone, all of them, and some: in every way where there are few, else in ways that are drawn."""
+    ways = list(itertools.product((False, True), repeat=len(names))) if len(names) <= _FEW else []
+    drawn = [] if ways else (rng.random((_DRAWN, len(names))) < 0.5).tolist()
+    some = [[name for name, one in zip(names, way) if one] for way in [*ways, *drawn]]
+    return [[name] for name in names] + [names] * bool(names) + [way for way in some if 1 < len(way) < len(names)]
 
 
 def _check_arguments(problem: Problem) -> None:

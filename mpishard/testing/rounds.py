@@ -12,7 +12,7 @@ from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, name_of
 from mpishard.comm.base import Collective, Communicator
 from mpishard.testing.contract import ContractError, require
 
-__all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "read", "room", "same", "write"]
+__all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "read", "room", "same", "scratch_for", "write"]
 
 
 def data(count: int, dtype: DType, *seed: int) -> Array:
@@ -33,13 +33,28 @@ def same(found: Array, expected: Array, what: str) -> None:
         raise ContractError(f"{what}: {wrong.size} bytes differ, first element {i}: {found[i]!r} not {expected[i]!r}")
 
 
-def ordered(fulls: list[Array], start: int, count: int, before: Array | None) -> Array:
-    """Return what a reduce-scatter must give: the ranks' blocks, one after another, in fp32 (fp64 for fp64)."""
-    wide = [full[start : start + count].astype(accumulator(full.dtype)) for full in fulls]
-    total: Array = wide.pop(0).copy() if before is None else before.copy()
-    for part in wide:
-        total = total + part
+def ordered(
+    fulls: list[Array], start: int, count: int, before: Array | None, wire: DType | None = None, bracket: int = 1
+) -> Array:
+    """Return what a reduce-scatter must give: the ranks' blocks, one after another, in fp32 (fp64 for fp64).
+
+    Each is rounded to ``wire`` first, and every ``bracket`` of them are summed by themselves.
+    """
+    kind = accumulator(fulls[0].dtype)
+    wide = [full[start : start + count].astype(wire or full.dtype).astype(kind) for full in fulls]
+    total = before
+    for first in range(0, len(wide), bracket):
+        part = wide[first].copy()
+        for other in wide[first + 1 : first + bracket]:
+            part += other
+        total = part if total is None else total + part
+    assert total is not None  # there is a rank
     return total
+
+
+def scratch_for(comm: Communicator, full: Array, wire: DType | None = None) -> Array:
+    """Return the scratch of a reduce-scatter, of the size that the transport states."""
+    return room(comm, comm.scratch_bytes(full.size, full.dtype, wire or full.dtype), DTYPES["uint8"])
 
 
 def room(comm: Communicator, count: int, dtype: DType) -> Array:
@@ -99,14 +114,15 @@ class Gather:
 
 
 class Reduce(Gather):
-    """The same for a reduce-scatter of ``count`` elements per rank."""
+    """The same for a reduce-scatter of ``count`` elements per rank, which travel as ``wire``."""
 
-    def __init__(self, comm: Communicator, count: int, dtype: DType, seed: int = 0) -> None:
+    def __init__(self, comm: Communicator, count: int, dtype: DType, seed: int = 0, wire: DType | None = None) -> None:
         self.comm, self.count, self.dtype, self.seed = comm, count, dtype, seed
+        self.wire, self.bracket = wire or dtype, comm.bracket
         self.input = room(comm, count * comm.size, dtype)
         self.out = room(comm, count, accumulator(dtype))
-        scratch = room(comm, comm.scratch_elements(self.input.size), dtype)
-        self.collective: Collective = comm.bind_reduce_scatter(self.input, self.out, scratch)
+        self.scratch = scratch_for(comm, self.input, wire)
+        self.collective: Collective = comm.bind_reduce_scatter(self.input, self.out, self.scratch, wire)
 
     def before(self, round_: int) -> Array:
         """Return what stands in the output before a round."""
@@ -121,8 +137,11 @@ class Reduce(Gather):
         """Compare the result of a round, added or written."""
         fulls = [self.values(rank, round_) for rank in range(self.comm.size)]
         before = self.before(round_) if add else None
-        expected = ordered(fulls, self.comm.rank * self.count, self.count, before)
-        what = f"reduce-scatter of {self.dtype} x {self.count}, add={add}, round {round_}"
+        start = self.comm.rank * self.count
+        expected = ordered(fulls, start, self.count, before, self.wire, self.bracket)
+        how = f" as {self.wire}" if self.wire != self.dtype else ""
+        how += f" by {self.bracket}" if self.bracket > 1 else ""
+        what = f"reduce-scatter of {self.dtype}{how} x {self.count}, add={add}, round {round_}"
         same(read(self.comm, self.out), expected, what)
         same(read(self.comm, self.input), fulls[self.comm.rank], "the input of the reduce-scatter")
 

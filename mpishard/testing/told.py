@@ -25,12 +25,14 @@ T = TypeVar("T")
 #: operations that are the engine's, the optimiser's and the communicators' own
 OTHERS = (
     "adamw",
+    "alike",
     "empty",
     "exact_sum",
     "fetch",
     "fingerprint",
     "host_like",
     "ordered_sum",
+    "pinned_host",
     "prepare",
     "square_sums",
     "sum64",

@@ -41,13 +41,13 @@ def sections() -> dict[str, type[BaseModel]]:
     return {name: type(field.default) for name, field in Config.model_fields.items()}
 
 
-def check_ranks(config: Config, size: int) -> None:
-    """Check that ``size`` ranks can share a step evenly.
+def check_ranks(config: Config, size: int) -> int:
+    """Return the micro-batches of each of ``size`` ranks in a step, which they share evenly.
 
     Raises:
         ConfigError: they cannot; the message lists the numbers of ranks that can.
     """
-    deal(config.train.global_batch, config.train.micro_batch, size, "train.")
+    return deal(config.train.global_batch, config.train.micro_batch, size, "train.")
 
 
 def presets() -> dict[str, str]:

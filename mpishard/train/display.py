@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mpishard.shard.results import StepResult
 
-__all__ = ["console", "curve_table", "duration", "memory_table", "progress_line", "size"]
+__all__ = ["compared_table", "console", "curve_table", "duration", "memory_table", "power", "progress_line", "size"]
 
 
 def console(launched: bool) -> Console:
@@ -39,13 +39,30 @@ def duration(seconds: float) -> str:
     return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
-def progress_line(result: StepResult, steps: int, rate: float, held: int, left: float) -> str:
-    """Return the line that tells how the run goes. ``rate`` in tokens a second, ``left`` in seconds."""
+def power(scale: float) -> str:
+    """Return a power of two: in figures while they are few."""
+    exponent = math.frexp(scale)[1] - 1
+    return f"{scale:.0f}" if 0 <= exponent <= 30 else f"2**{exponent}"
+
+
+def progress_line(
+    result: StepResult, steps: int, rate: float, held: int, left: float, scale: float | None = None
+) -> str:
+    """Return the line that tells how the run goes.
+
+    Args:
+        rate: tokens a second.
+        held: bytes that this rank holds.
+        left: seconds.
+        scale: loss scale of the next step, where the loss is scaled.
+    """
     width = len(str(steps))
-    skipped = "" if result.updated else "  update skipped: the gradient is not finite"
+    now = "" if scale is None else f" (loss scale now {power(scale)})"
+    skipped = "" if result.updated else f"  update skipped: the gradient is not finite{now}"
+    scaled = "" if scale is None else f"scale {power(result.loss_scale)}  "
     return (
         f"step {result.step + 1:{width}}/{steps}  loss {result.loss:7.4f}  norm {result.grad_norm:8.3f}  "
-        f"lr {result.lr:.2e}  {rate:8.0f} tokens/s  {size(held)} held  {duration(left)} left{skipped}"
+        f"lr {result.lr:.2e}  {scaled}{rate:8.0f} tokens/s  {size(held)} held  {duration(left)} left{skipped}"
     )
 
 
@@ -85,4 +102,20 @@ def memory_table(ranks: Sequence[Mapping[str, int]], whole: Mapping[str, int], s
             cells.append(size(max(held)))
         ratio = f"{max(held) / unsharded:.2f}" if unsharded else "-"
         table.add_row(name, *cells, size(unsharded) if unsharded else "-", ratio)
+    return table
+
+
+def compared_table(planned: Mapping[str, int], held: Mapping[str, int], whose: str) -> Table:
+    """Return bytes by category, as planned and as held."""
+    table = Table(title=f"Memory by category ({whose})", title_justify="left")
+    table.add_column("category")
+    table.add_column("planned", justify="right")
+    table.add_column("held", justify="right")
+    table.add_column("", justify="left")
+    rows = [(name, planned[name], held[name]) for name in held if held[name] or planned[name]]
+    rows.append(("total", sum(planned.values()), sum(held.values())))
+    for name, plan, found in rows:
+        if name == "total":
+            table.add_section()
+        table.add_row(name, size(plan), size(found), "as planned" if plan == found else f"{found - plan:+,} bytes")
     return table

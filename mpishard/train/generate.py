@@ -17,7 +17,7 @@ from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
 from mpishard.train.directory import checkpoints
 from mpishard.train.public import public_sizes
-from mpishard.train.room import check_room, planned_memory
+from mpishard.train.room import check_room, planned
 from mpishard.train.sample import sample
 
 __all__ = ["Request", "encode_prompt", "generate", "model_directory"]
@@ -99,8 +99,8 @@ def generate(source: Path, request: Request, comm: Communicator, told: Callable[
     window = min(positions, len(prompt) + request.count)
     model = gpt2(replace(sizes, sequence=window, positions=positions, dropout=0.0))
     settings = Settings()
-    held = together(comm, lambda: planned_memory(model, comm, None, settings, 1))
-    together(comm, lambda: check_room(sum(held.values()), comm.node.local_size, comm.ops))
+    found = together(comm, lambda: planned(model, comm, None, settings, 1))
+    together(comm, lambda: check_room(found.total, comm.node.local_size, comm.ops))
     engine = Engine(model, comm, comm.ops, None, settings, micro_batch=1, global_batch=comm.size, seed=0)
     if (folder / "manifest.json").exists():
         load(engine, folder)

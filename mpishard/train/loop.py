@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from mpishard.array.arena import CATEGORIES
 from mpishard.array.dtypes import Array
@@ -16,19 +18,23 @@ from mpishard.data.loader import Batches
 from mpishard.data.tokenizer import ByteTokenizer
 from mpishard.optim.rate import WarmupCosine
 from mpishard.shard.engine import Engine
+from mpishard.shard.forecast import Forecast
 from mpishard.shard.results import Evaluation, StepResult
 from mpishard.shard.runner import Feed
 from mpishard.train.curve import Curve
 from mpishard.train.directory import RunDirectory
-from mpishard.train.display import console, curve_table, memory_table, progress_line, size
+from mpishard.train.display import console, curve_table, memory_table, power, progress_line, size
 from mpishard.train.keeper import Keeper
+from mpishard.train.prepare import Prepared
 from mpishard.train.sample import sample
 from mpishard.train.sections import Config
 
-__all__ = ["Run", "Stopper"]
+__all__ = ["Reporter", "Run", "Stopper"]
 
 #: says why the run should end at the next step boundary, or ""
 Stopper = Callable[[], str]
+#: writes a memory report into a folder (rank 0's; None on the others) and returns what is to be printed; collective
+Reporter = Callable[["Path | None", Engine, Forecast], "Sequence[Table | str]"]
 
 
 @dataclass
@@ -36,7 +42,8 @@ class Run:
     """One run: everything it needs, made and agreed by all ranks.
 
     Attributes:
-        unsharded: bytes by category that a rank holds where nothing is sharded.
+        prepared: what it is made of, and the memory plan.
+        reporter: makes the memory report, where one was asked for.
         directory: rank 0's; None on the others.
         stopper: this rank's wish to end.
     """
@@ -45,11 +52,12 @@ class Run:
     engine: Engine
     training: Batches
     heldout: Batches
-    unsharded: dict[str, int]
+    prepared: Prepared
     directory: RunDirectory | None
     keeper: Keeper
     stopper: Stopper
     at_step: Callable[[int], None]
+    reporter: Reporter | None = None
 
     def __post_init__(self) -> None:
         self.comm = self.engine.comm
@@ -90,7 +98,7 @@ class Run:
             if self.directory and (ends or step == first or (step + 1) % train.log_every == 0 or now - last_line > 10):
                 left = (now - began) / (step + 1 - first) * (train.steps - step - 1)
                 held = sum(self.engine.memory().values())
-                print(progress_line(result, train.steps, tokens / spent, held, left), flush=True)
+                print(progress_line(result, train.steps, tokens / spent, held, left, self._scale()), flush=True)
                 last_line = now
             if self.keeper.due(step + 1, stopped=stopped, ended=ended):
                 self._save()
@@ -150,9 +158,15 @@ class Run:
             "bytes": self.engine.memory(),
             "seconds": seconds,
         }
+        if self.engine.loss_scale is not None:
+            record["loss_scale"] = result.loss_scale
         if heldout is not None:
             record["heldout_loss"] = heldout.loss
         self.directory.write(record)
+
+    def _scale(self) -> float | None:
+        """The loss scale of the next step, where the loss is scaled."""
+        return self.engine.loss_scale.scale if self.engine.loss_scale is not None else None
 
     def _save(self) -> None:
         path = self.keeper.save()
@@ -184,6 +198,8 @@ class Run:
         ]
         checksum = self.engine.checksum()
         text = self._sample()
+        folder = self.directory.path if self.directory is not None else None
+        memory = self.reporter(folder, self.engine, self.prepared.forecast) if self.reporter is not None else ()
         if self.directory is None:
             return
         loss = heldout.loss if heldout else float("nan")
@@ -197,7 +213,7 @@ class Run:
                 "seconds": seconds,
                 "curve": self.curve.points,
                 "bytes": ranks,
-                "bytes_unsharded": self.unsharded,
+                "bytes_unsharded": self.prepared.unsharded,
                 "checkpoint": str(self.keeper.last) if self.keeper.last else None,
                 "sample": text,
             }
@@ -205,7 +221,9 @@ class Run:
         out = console(launched=self.comm.size > 1)
         out.print()
         out.print(curve_table(self.curve.points))
-        out.print(memory_table(ranks, self.unsharded, self.config.shard.strategy))
+        out.print(memory_table(ranks, self.prepared.unsharded, self.config.shard.strategy))
+        for part in memory:
+            out.print(part)
         if text is not None:
             out.rule("sample", align="left")
             out.print(text, markup=False)
@@ -216,9 +234,20 @@ class Run:
             f"checksum {checksum} (parameters and moments)",
             flush=True,
         )
-        if not math.isfinite(loss) or self.engine.updates < self.engine.steps:
-            skipped = self.engine.steps - self.engine.updates
+        self._tell_skipped(loss)
+
+    def _tell_skipped(self, loss: float) -> None:
+        """Say what updates that were skipped mean: where the loss is scaled some belong to it."""
+        skipped, scale = self.engine.steps - self.engine.updates, self.engine.loss_scale
+        if not math.isfinite(loss) or (skipped and scale is None):
             print(f"the run diverged ({skipped} updates skipped); try a lower optim.lr or a longer optim.warmup")
+        elif skipped and scale is not None:
+            advice = ""
+            if not scale.dynamic:
+                advice = '; try precision.loss_scale = "dynamic", or a smaller precision.scale'
+            elif skipped > self.engine.steps / 2:
+                advice = "; begin with a smaller precision.scale"
+            print(f"{skipped} updates were skipped for the loss scale, which is {power(scale.scale)} now{advice}")
 
     def _sample(self) -> str | None:
         """Text after a line break, where tokens are bytes and some were asked for."""

@@ -9,7 +9,7 @@ from typing import Any
 from mpishard.checkpoint import Manifest, newest, read_manifest
 from mpishard.data.loader import Batches
 from mpishard.errors import CheckpointError, ConfigError
-from mpishard.train.config import toml_value
+from mpishard.train.config import sections, toml_value
 from mpishard.train.directory import checkpoints, holder
 from mpishard.train.sections import Config
 
@@ -68,11 +68,20 @@ class Resumed:
     def changes(self, config: Config) -> list[str]:
         """Return the settings that are not those of the run that saved, as ``key = value (was value)``."""
         return [
-            f"{section}.{key} = {toml_value(value)} (was {toml_value(self.settings.get(section, {}).get(key, ''))})"
+            f"{section}.{key} = {toml_value(value)} (was {toml_value(self._was(section, key))})"
             for section, entries in config.model_dump().items()
             for key, value in entries.items()
-            if self.settings.get(section, {}).get(key) != value
+            if self.changed(config, section, key)
         ]
+
+    def changed(self, config: Config, section: str, key: str) -> bool:
+        """Return whether a setting is not that of the run that saved."""
+        return bool(self._was(section, key) != getattr(getattr(config, section), key))
+
+    def _was(self, section: str, key: str) -> Any:
+        """Return a setting of the run that saved; its default, where a version saved that did not know it."""
+        default = sections()[section].model_fields[key].default
+        return self.settings.get(section, {}).get(key, default)
 
     def check(self, config: Config, training: Batches) -> None:
         """Check that it is the same model, and that it sees the data that it has not seen yet, in the same order.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.errors import ArenaError, ConfigError
 from mpishard.nn.model import Model
-from mpishard.shard.engine import Engine
+from mpishard.shard.forecast import Forecast, forecast
+from mpishard.shard.precision import precision
 from mpishard.shard.results import Optimizer
 from mpishard.shard.schedule import Settings
+from mpishard.shard.world import World
 from mpishard.train.display import size
 
-__all__ = ["LESS", "check_room", "planned_memory", "room", "thread_warning"]
+__all__ = ["LESS", "check_room", "planned", "room", "thread_warning"]
 
 #: what helps where memory does not suffice
 LESS = 'use more ranks or nodes, a smaller train.micro_batch, or shard.recompute = "block"'
@@ -23,25 +26,45 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 _CONTROL_GROUP = Path("/sys/fs/cgroup/memory.max")
 
 
-def planned_memory(
+def planned(
     model: Model,
     comm: Communicator,
     optimizer: Optimizer | None,
     settings: Settings,
     micro_batch: int,
-    dtype_name: str = "float32",
-) -> dict[str, int]:
-    """Return the bytes, by category, that this rank's engine will hold.
+    types: tuple[str, str] = ("float32", ""),
+    offload: str = "none",
+) -> Forecast:
+    """Return what this rank's engine will hold, and what a step of it will use.
+
+    Args:
+        types: element types to compute in and to reduce in, as in :class:`~mpishard.shard.engine.Engine`.
 
     Raises:
         ConfigError: the plan is larger than any address space.
     """
+    found = precision(*types)
+    for kind in (found.kind, found.wire):
+        comm.ops.prepare(kind)
     try:
-        return Engine.rehearsed(
-            model, comm, comm.ops, optimizer, settings, micro_batch=micro_batch, dtype_name=dtype_name
-        ).memory()
+        return forecast(
+            model,
+            optimizer.states if optimizer is not None else None,
+            settings,
+            found,
+            _world(comm, settings),
+            micro_batch=micro_batch,
+            ops_bytes=comm.ops.own_bytes,
+            offload=offload,
+        )
     except ArenaError as error:
         raise ConfigError(f"{error}; use a smaller model or batch") from None
+
+
+def _world(comm: Communicator, settings: Settings) -> World:
+    """Return this rank's world before there are communicators of its groups."""
+    world, rule = World.of(comm, settings, None), comm.scratch_rule
+    return replace(world, scratch=rule.of(world.group), across=rule.of(world.groups))
 
 
 def room() -> int:
@@ -68,8 +91,11 @@ def thread_warning(ranks: int) -> str:
     )
 
 
-def check_room(held: int, ranks: int, ops: Ops) -> None:
+def check_room(held: int, ranks: int, ops: Ops, host: int = 0) -> None:
     """Check that ``ranks`` ranks of this machine can hold ``held`` bytes each, or this one's GPU what is asked of it.
+
+    Args:
+        host: bytes of the machine's memory that each rank on a GPU takes beside it.
 
     Raises:
         ConfigError: they cannot.
@@ -78,6 +104,11 @@ def check_room(held: int, ranks: int, ops: Ops) -> None:
         more = held - ops.own_bytes  # which was taken with the GPU
         if more > ops.room:
             raise ConfigError(f"a rank needs {size(more)} and its GPU has {size(ops.room)} left ({ops.device}); {LESS}")
+        if host * ranks > room():
+            raise ConfigError(
+                f"a rank keeps {size(host)} in host memory and {ranks} of them run on this machine, which has "
+                f"{size(room())}; use more nodes, or leave shard.offload out"
+            )
         return
     if held * ranks > room():
         raise ConfigError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mpishard.errors import ConfigError
 from mpishard.shard.dealing import divisors
+from mpishard.shard.loss_scale import scale_problem
+from mpishard.shard.schedule import ALIASES
 
 __all__ = [
     "DTYPES",
@@ -24,8 +26,8 @@ __all__ = [
     "TrainConfig",
 ]
 
-#: precision.compute -> name of the element type
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+#: precision.compute and precision.reduce -> name of the element type
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class _Section(BaseModel):
@@ -52,6 +54,9 @@ class ModelConfig(_Section):
     init_std: float = Field(default=0.02, gt=0, le=100, description="standard deviation of the initial weights")
     init_from: str = Field(
         default="", description="file or directory of GPT-2 weights (model.safetensors) to begin with; empty = random"
+    )
+    frozen: str = Field(
+        default="", description="parameters that are not trained: patterns of their names, as in 'wte.*, h.0.*'"
     )
 
     @model_validator(mode="after")
@@ -108,30 +113,115 @@ class OptimConfig(_Section):
     clip: float = Field(default=1.0, ge=0, description="largest norm of the gradient; 0 = no clipping")
 
 
-class ShardConfig(_Section):
-    """How parameters, gradients and moments are spread over the ranks. It changes no bit of the result."""
+def _canonical(value: object) -> object:
+    """Give a strategy its own name where it was called by another."""
+    return ALIASES.get(value, value) if isinstance(value, str) else value
 
-    strategy: Literal["full_shard", "no_shard"] = Field(
+
+class ShardConfig(_Section):
+    """How parameters, gradients and moments are spread over the ranks: what it takes of memory and communication.
+
+    It changes no bit of the result, but for hybrid_shard and no_sync, which add up in another order.
+    """
+
+    strategy: Annotated[
+        Literal["full_shard", "shard_grad_op", "shard_optimizer", "no_shard", "hybrid_shard"],
+        BeforeValidator(_canonical),
+    ] = Field(
         default="full_shard",
-        description="full_shard keeps 1/N of everything on each rank (ZeRO-3), no_shard a whole copy",
+        description="full_shard (or zero3) keeps 1/N of everything on each rank, shard_grad_op (zero2) and "
+        "shard_optimizer (zero1) of gradients and moments, no_shard (ddp) a whole copy; hybrid_shard shards inside "
+        "groups of ranks, each of which has a copy",
+    )
+    group: int = Field(
+        default=0,
+        ge=0,
+        le=100_000_000,
+        description="ranks of a group of hybrid_shard, a divisor of all; 0 = those of a node",
     )
     prefetch: int = Field(default=1, ge=0, description="units gathered ahead of the one that computes")
-    recompute: Literal["none", "block"] = Field(
-        default="none", description="block keeps only the input of each block and computes the rest again in backward"
+    reshard_after_forward: bool = Field(
+        default=True, description="false keeps what full_shard and hybrid_shard gathered until its backward"
     )
+    recompute: Literal["none", "block", "attention"] = Field(
+        default="none",
+        description="block keeps only the input of each block and computes the rest again in backward; attention "
+        "computes again what lies between a block's first norm and its attention's output",
+    )
+    recompute_every: int = Field(
+        default=1, ge=1, le=10_000, description="of the blocks, every so many is computed again (recompute = block)"
+    )
+    accumulate: Literal["reduce", "no_sync"] = Field(
+        default="reduce",
+        description="reduce adds each micro-batch to the sharded gradient; no_sync keeps whole gradients and reduces "
+        "once a step",
+    )
+    offload: Literal["none", "optimizer"] = Field(
+        default="none", description="optimizer keeps masters and moments in host memory, for a GPU that lacks room"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ShardConfig:
+        if self.group and self.strategy != "hybrid_shard":
+            raise ConfigError(
+                f"shard.group is {self.group} and shard.strategy is {self.strategy}; only hybrid_shard has groups: "
+                "leave shard.group out, or set shard.strategy to hybrid_shard"
+            )
+        if self.recompute_every > 1 and self.recompute != "block":
+            raise ConfigError(
+                f"shard.recompute_every is {self.recompute_every} and shard.recompute is {self.recompute}; it chooses "
+                "among blocks: leave it out, or set shard.recompute to block"
+            )
+        if not self.reshard_after_forward and self.strategy not in ("full_shard", "hybrid_shard"):
+            raise ConfigError(
+                f"shard.reshard_after_forward is false and shard.strategy is {self.strategy}, which gathers nothing "
+                "for a forward; leave it out, or set shard.strategy to full_shard"
+            )
+        return self
 
 
 class PrecisionConfig(_Section):
     """The element types. Masters, gradient shards, moments, losses and statistics are fp32 in each."""
 
-    compute: Literal["fp32", "bf16"] = Field(
+    compute: Literal["fp32", "bf16", "fp16"] = Field(
         default="fp32",
-        description="of gathered parameters, activations and gradients on their way; bf16 rounds where docs/"
-        "strategies-and-memory.md says",
+        description="of gathered parameters and activations; 16 bits round where docs/strategies-and-memory.md says",
+    )
+    reduce: Literal["same", "fp32", "bf16", "fp16"] = Field(
+        default="same", description="of gradients on their way between ranks; same as compute, or one of its own"
     )
     tf32: bool = Field(
         default=False, description="let a GPU round the factors of fp32 matrix products to 10 bits (TF32); faster"
     )
+    loss_scale: Literal["dynamic", "fixed"] = Field(
+        default="dynamic",
+        description="of fp16: dynamic doubles after scale_every finite steps and halves after one that is not",
+    )
+    scale: float = Field(default=65536.0, description="first loss scale, or the fixed one: a power of two")
+    scale_every: int = Field(default=2000, ge=1, le=10**9, description="finite steps after which the scale doubles")
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there is fp16 in a step, so that the loss is scaled."""
+        return "fp16" in (self.compute, self.reduce)
+
+    @model_validator(mode="after")
+    def _check(self) -> PrecisionConfig:
+        if problem := scale_problem("precision.scale", self.scale):
+            raise ConfigError(problem)
+        for key in ("loss_scale", "scale", "scale_every"):
+            value = getattr(self, key)
+            if not self.scaled and value != type(self).model_fields[key].default:
+                raise ConfigError(
+                    f"precision.{key} is {value} and precision.compute is {self.compute}; only fp16 needs a loss "
+                    f"scale: leave it out, or set precision.compute to fp16"
+                )
+        if self.loss_scale == "fixed" and self.scale_every != type(self).model_fields["scale_every"].default:
+            raise ConfigError(
+                f"precision.scale_every is {self.scale_every} and precision.loss_scale is fixed; a fixed scale never "
+                "moves: leave scale_every out, or set precision.loss_scale to dynamic"
+            )
+        return self
 
 
 class DeviceConfig(_Section):
@@ -183,6 +273,11 @@ class CommConfig(_Section):
         description="auto is local (one rank, no MPI) for one process; for more it is mpi, or on GPUs staged (through "
         "host memory) where MPI is not GPU-aware",
     )
+    sums: Literal["flat", "by_node"] = Field(
+        default="flat",
+        description="order in which ranks' gradients are added: one after another, or first inside each node, as "
+        "hybrid_shard does",
+    )
     silence: float = Field(
         default=30.0,
         ge=0,
@@ -216,6 +311,16 @@ class Config(_Section):
             raise ConfigError(
                 f"model.vocabulary is {self.model.vocabulary} and the default corpus is of bytes; "
                 "set model.vocabulary to at least 256, or data.train and data.heldout to files of your own"
+            )
+        if self.comm.sums == "by_node" and self.shard.strategy == "hybrid_shard":
+            raise ConfigError(
+                "comm.sums is by_node and shard.strategy is hybrid_shard, which adds up by its groups anyway; leave "
+                "comm.sums out"
+            )
+        if self.shard.offload != "none" and self.device.kind == "cpu":
+            raise ConfigError(
+                f"shard.offload is {self.shard.offload} and device.kind is cpu, where all memory is the host's; "
+                "leave shard.offload out, or compute on a GPU"
             )
         if self.train.sample and self.model.vocabulary != 256:
             raise ConfigError(

@@ -21,6 +21,7 @@ from mpishard.array.dtypes import accumulator, dtype
 from tests.standin import emulate
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+BEFORE = "sm_75"  # has no bfloat16, and float16 as its 16 bits
 GUARD = 256  # bytes
 PATTERN = 0xA5
 #: NVRTC's warnings are on; these are remarks that it keeps to itself, and what ptxas would not say either: conversions
@@ -100,7 +101,7 @@ def builds() -> list[Build]:
         Build(file, pair, architecture)
         for file in kernels.FILES
         for pair in kernels.type_pairs(file)
-        for architecture in ARCHITECTURES
+        for architecture in (*ARCHITECTURES, *[BEFORE] * ("float16" in pair and "bfloat16" not in pair))
     ]
 
 
@@ -227,8 +228,9 @@ class Check:
         assert (wide[~fine & ~np.isnan(expected)] == expected[~fine & ~np.isnan(expected)]).all(), f"{where}: infinity"
         wide, expected = wide[fine], expected[fine]
         away = np.abs(wide - expected)
-        if found.dtype == dtype("bfloat16"):  # one rounding: half a unit of its eight bits
-            away = np.maximum(away - np.ldexp(1.0, np.frexp(expected)[1] - 9), 0.0)
+        if found.itemsize == 2:  # one rounding: half a unit of its eight or eleven bits; float16's last is 2**-24
+            bits, least = (9, -1074) if found.dtype == dtype("bfloat16") else (12, -25)
+            away = np.maximum(away - np.ldexp(1.0, np.maximum(np.frexp(expected)[1] - bits, least)), 0.0)
         error = float((away / np.maximum(np.abs(expected), floor)).max(initial=0.0))
         self.outcome.error = max(self.outcome.error, error)
         assert error <= self.outcome.bound, f"{where}: error {error:.2e}, bound {self.outcome.bound:.0e}"

@@ -20,14 +20,19 @@ def blocks(n: int) -> int:
 def special(kind: np.dtype) -> np.ndarray:
     """Numbers at the borders of every type, as far as ``kind`` has them."""
     ties = 1 + np.arange(16) * 2.0**-9  # the halves and quarters of bfloat16's last place
-    ties32 = 1 + np.arange(16) * 2.0**-25
+    ties16, ties32 = 1 + np.arange(16) * 2.0**-12, 1 + np.arange(16) * 2.0**-25
+    beside = [2.0**-11 * (1 + 2.0**-30), 2.0**-11 * (1 - 2.0**-30)]  # of a tie, closer than float32 sees
+    small16 = np.array([2.0**-14, 2.0**-15, 2.0**-24, 2.0**-25, 3 * 2.0**-25, 5 * 2.0**-25, 2.0**-26, 1.1 * 2.0**-25])
+    large16 = [65504.0, 65519.99, 65520.0, 65536.0, 65519.999999999]
     small = [2.0**-126, 2.0**-127, 3 * 2.0**-134, 2.0**-133, 2.0**-134, 2.0**-149, 2.0**-150, 2.0**-1022, 5e-324]
     large = [3.3895313892515355e38, 3.3961775292304601e38, 3.4028234663852886e38, 3.4028235677973366e38, 1e300]
-    numbers = np.concatenate([[0.0, np.inf, np.nan], ties, ties32, 1.5 * ties, small, large, [1.7976931348623157e308]])
+    halves = [ties16, 1 + np.array(beside), small16, 2.0**-14 - small16, small16 + 2.0**-40, large16]
+    others = [ties32, 1.5 * ties, small, large, [1.7976931348623157e308]]
+    numbers = np.concatenate([[0.0, np.inf, np.nan], ties, *halves, *others])
     with np.errstate(all="ignore"):
         numbers = np.concatenate([numbers, -numbers]).astype(kind)
     # NaNs that rounding would carry to infinity or to zero, and the smallest
-    words = {8: [0x7FFFFFFFFFFFFFFF, 0x7FF0000000000001], 4: [0x7FFFFFFF, 0x7F800001], 2: [0x7FFF, 0x7F81]}
+    words = {8: [0x7FFFFFFFFFFFFFFF, 0x7FF0000000000001], 4: [0x7FFFFFFF, 0x7F800001], 2: [0x7FFF, 0x7F81, 0x7C01]}
     return np.concatenate([numbers, np.array(words[kind.itemsize], f"u{kind.itemsize}").view(kind)])
 
 

@@ -60,14 +60,15 @@ def accumulate(types: Types, check: Check) -> None:
 @proof("ordered_sum", any_grid=True)
 def ordered_sum(types: Types, check: Check) -> None:
     for n in SIZES:
-        for count, own_index in ((0, -1), (1, 0), (1, -1), (3, 1), (5, -1), (4, 3)):
+        runs = ((0, -1, 1), (1, 0, 1), (1, -1, 1), (3, 1, 1), (5, -1, 1), (4, 3, 1), (4, 1, 2), (6, -1, 3), (4, 0, 4))
+        for count, own_index, bracket in runs:
             blocks, own, start = check.normal(max(count, 1), n), check.normal(n), check.normal(n, kind=types.A)
             blocks[:, 0] = own[0] = -0.0
             sources = [own if q == own_index else blocks[q] for q in range(count)]
             for add in (0, 1):
                 expected = start.copy()
-                NumpyOps().ordered_sum(sources, expected, bool(add))
-                arguments = {"n": n, "count": count, "own_index": own_index, "add": add}
+                NumpyOps().ordered_sum(sources, expected, bool(add), bracket)
+                arguments = {"n": n, "count": count, "own_index": own_index, "add": add, "bracket": bracket}
                 given = own if own_index >= 0 else None
                 grid = -(-n // 256)
                 check(grid, {"out": expected}, exact=True, blocks=blocks, own=given, out=start, **arguments)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpishard.array.arena import CATEGORIES, Arena
+from mpishard.array.arena import CATEGORIES, REGION, Arena
 from mpishard.array.dtypes import address
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.numpy_tiles import SCRATCH
@@ -99,7 +99,7 @@ def test_without_poison_nothing_is_filled():
 
 def test_reserved_memory_is_counted_by_category():
     memory = arena(poison=True)
-    assert set(memory.held()) == set(CATEGORIES)
+    assert set(memory.held()) == set(memory.reserved()) == {*CATEGORIES, REGION}
     parameters = memory.reserve("parameters", 7, F32)
     assert parameters.shape == (7,) and np.isnan(parameters).all()
     memory.reserve("parameters", 3, F64)
@@ -114,7 +114,7 @@ def test_reserved_memory_is_counted_by_category():
         memory.reserve("elsewhere", 1, F32)
 
 
-def test_each_category_is_one_block():
+def test_each_category_is_one_block_and_the_transport_takes_the_region():
     taken = []
 
     def allocate(count, kind):
@@ -124,19 +124,32 @@ def test_each_category_is_one_block():
     planned = Arena(ShapeOps(), None)
     for memory in (planned, None):
         memory = memory or Arena(NumpyOps(), planned.peaks(), True, planned.reserved(), allocate)
-        one, other = memory.reserve("gathered", 9, F32), memory.reserve("gathered", 3, F64)
+        one, other = memory.reserve(REGION, 9, F32), memory.reserve(REGION, 3, F64)
         memory.reserve("workspace", 5, F32)
         with memory.workspace.frame():
             pushed = memory.workspace.push((3,), F32)
     assert memory.held() == planned.held() | {"workspace": 128 + NumpyOps.own_bytes}
-    gathered, *rest = (array for array in taken if array.size)
+    region, *rest = (array for array in taken if array.size)
     assert not rest  # the other categories are not a transport's
-    assert gathered.nbytes == 128 and np.shares_memory(one, gathered) and np.shares_memory(other, gathered)
+    assert region.nbytes == 128 and np.shares_memory(one, region) and np.shares_memory(other, region)
     assert np.isnan(one).all() and np.isnan(other).all()
     assert address(other) - address(one) == 64
-    assert not np.shares_memory(pushed, gathered)
-    with pytest.raises(ArenaError, match="gathered: 192 bytes are to be reserved and 128 were planned"):
-        memory.reserve("gathered", 1, F32)
+    assert not np.shares_memory(pushed, region)
+    with pytest.raises(ArenaError, match="region: 192 bytes are to be reserved and 128 were planned"):
+        memory.reserve(REGION, 1, F32)
+
+
+def test_a_peak_can_be_taken_anew():
+    stack = arena().saved
+    stack.push((16,), F32)
+    with stack.frame():
+        stack.push((16,), F32)
+    assert stack.peak == 128
+    stack.restart()
+    assert stack.peak == stack.top == 64
+    with stack.frame():
+        stack.push((1,), F32)
+    assert stack.peak == 128
 
 
 def test_spoil_only_where_poison_is_on():

@@ -17,6 +17,7 @@ from tests.array.op_case import Case
 from tests.array.test_ops import (
     ROUNDING,
     RUNS,
+    SMALLEST,
     TOLERANCE,
     arguments_of,
     arrays_of,
@@ -27,7 +28,7 @@ from tests.array.test_ops import (
 )
 
 BF16, F16, F32, F64, I64 = (DTYPES[name] for name in ("bfloat16", "float16", "float32", "float64", "int64"))
-KINDS = ("float32", "float64", "bfloat16")
+KINDS = ("float32", "float64", "bfloat16", "float16")
 ON_GPU = [run for run in RUNS if run[1] in KINDS]
 
 
@@ -46,12 +47,10 @@ def ops():
 
 def offered(case: Case, arguments) -> bool:
     """Whether kernels exist for the types of a case."""
-    if case.op == "copy":
-        return arguments["out"].dtype != F16
     if case.op == "ordered_sum":
-        return all(b.dtype != F16 and accumulator(b.dtype) == arguments["out"].dtype for b in arguments["blocks"])
+        return all(accumulator(b.dtype) == arguments["out"].dtype for b in arguments["blocks"])
     if case.op == "adamw" and (cast := arguments["cast"]) is not None:
-        return cast.dtype != F16 and accumulator(cast.dtype) == arguments["param"].dtype
+        return accumulator(cast.dtype) == arguments["param"].dtype
     return True
 
 
@@ -88,7 +87,8 @@ def test_against_the_reference(ops, case: Case, kind, widen):
         got = case.read(found[name]) if case.read else found[name].astype(float)
         counts = ~np.isnan(want)
         limit = TOLERANCE[accumulator(DTYPES[kind]).name] * case.loose * max(1.0, abs(want[counts]).max(initial=0.0))
-        limits = limit + ROUNDING.get(before.dtype.name, 0.0) * (abs(want) + abs(rounded))
+        size = np.maximum(abs(want) + abs(rounded), SMALLEST.get(before.dtype.name, 0.0))
+        limits = limit + ROUNDING.get(before.dtype.name, 0.0) * size
         excess = (abs(got - want) - limits)[counts]
         assert (excess <= 0).all(), f"{name}: {excess.max()} more than the bound"
 
@@ -136,19 +136,22 @@ def wrong_types(ops):
     flat, cube = x.reshape(-1), x.reshape(2, 2, 8)
     other, column, row = arrays(ops, (4, 8), (4,), (8,), kind=F64)
     (whole,), (half,), (narrow,) = (arrays(ops, (4, 8), kind=kind) for kind in (I64, F16, BF16))
+    (small,) = arrays(ops, (4, 8), kind=DTYPES["uint8"])
     tokens, index = ops.empty(4, I64), ops.empty(4, DTYPES["uint64"])
     draw, step = Draw(0, 0, 0, 0), AdamWStep(1.0, 1.0, 0.9, 0.9, 1e-8, 0.1, 0.1, ((0, 8, 0.0),))
     single = ops.empty(8, F32)
     yield "matmul", (x, other.T, other[:, :4]), "a float32, b float64, out float64; .* takes"
-    yield "matmul", (narrow, narrow.T, other[:, :4]), "out float64; on a GPU it takes .* float32 for bfloat16"
+    yield "matmul", (narrow, narrow.T, other[:, :4]), "out float64; on a GPU it takes .* float32 for 16 bits"
+    yield "matmul", (narrow, half.T, other[:, :4]), "a bfloat16, b float16, out float64; .* takes"
     yield "column_sum", (whole, row), "x of int64"
-    yield "column_sum", (x, row), "arrays of float32 and float64; .* takes .* of two types bfloat16 with float32"
+    yield "column_sum", (x, row), "of float32 and float64; .* takes .* of two types bfloat16 with float32, float16 with"
     yield "row_dot", (cube, cube, ops.empty(4, F64).reshape(2, 2)), "out of float64"
     yield "add", (x, other, x), "y of float64; beside arrays of float32 it takes float32"
     yield "add", (x[:, :4], other[:, :4], x[:, :4]), "y of float64; beside arrays of float32 it takes float32"
     yield "multiply", (x, y, other), "arrays of float32 and float64"
     yield "multiply", (x[:, :4], other[:, :4], x[:, :4]), "y of float64"
-    yield "gelu", (half, half, True), "arrays of float16; on a GPU it takes float32, float64 or bfloat16"
+    yield "multiply", (half, half, narrow), "arrays of float16 and bfloat16"
+    yield "gelu", (small, small, True), "arrays of uint8; on a GPU it takes float32, float64, bfloat16 or float16"
     yield "gelu_backward", (x, other, x, True), "dy of float64"
     yield "dropout", (whole, whole, 0.5, draw), "arrays of int64"
     yield "layernorm", (x, row, row, x, column, column, 1e-5), "weight of float64"
@@ -168,7 +171,7 @@ def wrong_types(ops):
     yield "normal", (narrow.reshape(-1), draw, 1.0), "out of bfloat16 with strides .* float32 or float64"
     yield "copy", (whole, x), "arrays of int64 and float32"
     yield "copy", (whole[:, :4], x[:, :4]), "arrays of int64 and float32"
-    yield "fill", (half, 1.0), "1.0 for out"
+    yield "fill", (whole, 1.0), "1.0 for out"
     yield "fingerprint", (ops.empty(3, DTYPES["uint8"]), draw), "x of uint8; it takes elements of 2, 4 or 8 bytes"
 
 
@@ -196,12 +199,13 @@ def test_views_that_are_not_contiguous_are_refused_by_name(ops):
 def test_kinds_that_cannot_be_computed_with(ops, monkeypatch):
     for kind in KINDS:
         ops.prepare(DTYPES[kind])
-    with pytest.raises(ConfigError, match=r"^element type float16 cannot be computed with on a GPU; use float32"):
-        ops.prepare(F16)
+    with pytest.raises(ConfigError, match=r"^element type int64 cannot be computed with on a GPU; use float32"):
+        ops.prepare(I64)
     monkeypatch.setattr(ops.gpu, "capability", 75)
-    with pytest.raises(ConfigError, match=r"compute capability 7.5; bfloat16 needs 8.0"):
+    with pytest.raises(ConfigError, match=r"compute capability 7.5; bfloat16 needs 8.0 .* use float16 or float32"):
         ops.prepare(BF16)
-    ops.prepare(F32)
+    for kind in (F32, F64, F16):
+        ops.prepare(kind)
 
 
 def test_parts_of_sums_cover_the_rows_in_order():

@@ -41,7 +41,7 @@ def test_blocks_of_one_step_with_one_exception():
 
 
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_a_receive_buffer_is_summed_in_one_launch_whoever_this_rank_is(ops, ranks, kind, add):
     kind, n = DTYPES[kind], 300
@@ -88,7 +88,7 @@ def test_a_buffer_that_begins_behind_this_ranks_block(ops):
     assert (ops.fetch(out) == blocks[0] + blocks[1] + blocks[0]).all()
 
 
-@pytest.mark.parametrize("cast", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("cast", [None, "float32", "bfloat16", "float16"])
 def test_adamw_has_numpys_bits(ops, cast):
     n = 3000
     step = AdamWStep(

@@ -14,7 +14,7 @@ from mpishard.errors import ShapeError
 from tests.array.cupy_case import from_device, on_device, standing_in, transposed
 from tests.standin import runtime
 
-FLOATS = ("float32", "float64", "bfloat16")
+FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +110,14 @@ def test_fill(ops, shape, value, kind):
         target, want = on_device(ops, out), out.copy()
         see(want)[...] = value
         ops.fill(see(target), value)
-        assert from_device(ops, target).tobytes() == want.tobytes()
+        found = from_device(ops, target)
+        if np.isnan(value):  # which NaN is the processor's choice
+            assert (np.isnan(found) == np.isnan(want)).all()
+            found[np.isnan(found)] = want[np.isnan(want)] = 0
+        assert found.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["int64", "uint64", "uint16", "uint8", "float16"])
+@pytest.mark.parametrize("kind", ["int64", "uint64", "uint16", "uint8"])
 def test_fill_of_types_without_kernels(ops, kind):
     kind = DTYPES[kind]
     values = {"uint8": (0, 255, 7), "int64": (0, -1, 0x0505050505050505)}.get(kind.name, (0,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cupy_backends.cuda.libs import nvrtc
 
 from mpishard.array import kernels
 from mpishard.array.constants import CHUNK, EXACT_WORDS, IGNORE
@@ -61,6 +62,16 @@ def test_signatures_are_read_from_the_text() -> None:
         kernels.parse('extern "C" __global__ void k(float x[]) {}')
 
 
+def test_the_processor_converts_float16() -> None:
+    """The CPU runs other text in place of these instructions: to the nearest, small numbers kept."""
+    wanted = {"float32": "cvt.rn.f16.f32", "float64": "cvt.rn.f16.f64", "float16": "cvt.f32.f16"}
+    for pair in (("float16", "float32"), ("float32", "float16"), ("float64", "float16")):
+        program = nvrtc.createProgram(kernels.source("copies.cu"), "kernels.cu", [], [])
+        nvrtc.compileProgram(program, (*kernels.options(*pair), "-arch=compute_90"))
+        found = {line.split()[0] for line in nvrtc.getPTX(program).decode().splitlines() if ".f16" in line}
+        assert wanted[pair[0]] in found <= set(wanted.values())
+
+
 def test_types_without_kernels() -> None:
-    with pytest.raises(ConfigError, match=r"^there are no kernels for the element type float16; use one of float32"):
-        kernels.options("float16", "float32")
+    with pytest.raises(ConfigError, match=r"^there are no kernels for the element type int64; use one of float32"):
+        kernels.options("int64", "float32")

@@ -204,8 +204,9 @@ def test_ordered_sum() -> None:
     large["blocks"] = sparse(TYPES.T, 2 * n, blocks[1])
     large["blocks"][n - TAIL : n] = blocks[0]
     small = {"own": own, "out": start, "blocks": blocks}
-    launch("ordered_sum", -(-n // 256), (n - TAIL) // 256, {**large, "n": n, "count": 2, "own_index": -1, "add": 0})
-    launch("ordered_sum", 2, 0, {**small, "n": TAIL, "count": 2, "own_index": -1, "add": 0})
+    rest = {"count": 2, "own_index": -1, "add": 0, "bracket": 1}
+    launch("ordered_sum", -(-n // 256), (n - TAIL) // 256, {**large, **rest, "n": n})
+    launch("ordered_sum", 2, 0, {**small, **rest, "n": TAIL})
     compare("ordered_sum", large, small)
 
 

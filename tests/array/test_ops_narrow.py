@@ -221,10 +221,11 @@ def test_replayed_probabilities_are_those_of_the_first_time(heads, rows, first):
     assert not scores[:, ~seen].astype(float).any()
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
-def test_causal_softmax_reads_nothing_of_the_future(hidden):
+def test_causal_softmax_reads_nothing_of_the_future(hidden, kind):
     ops, rows, first = NumpyOps(), 400, 200
-    scores, lse = numbers(1, rows, first + rows), np.empty((1, rows), F32)
+    scores, lse = numbers(1, rows, first + rows, kind=DTYPES[kind]), np.empty((1, rows), F32)
     other = scores.copy()
     other[:, np.arange(first + rows) > np.arange(first, first + rows)[:, None]] = hidden
     ops.causal_softmax(scores, lse, first, 0.5)

@@ -41,6 +41,14 @@ def test_what_is_written_is_read() -> None:
     assert table["tensors"][0] == {"name": "w", "shape": [2, 3], "checksums": {"model": SUM, "exp_avg": SUM}}
 
 
+def test_the_loss_scale_is_told_where_there_is_one() -> None:
+    assert "loss_scale" not in json.loads(GOOD.text())
+    assert Manifest.parse(GOOD.text(), "m").loss_scale is None
+    scaled = replace(GOOD, loss_scale={"scale": 2.0**-24, "good": 3})
+    assert json.loads(scaled.text())["loss_scale"] == {"scale": 2.0**-24, "good": 3}
+    assert Manifest.parse(scaled.text(), "m") == scaled
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -76,7 +84,12 @@ def test_what_is_none(text: str | bytes, problem: str) -> None:
         ("digests", {}, "config.json has no size and digest"),
         ("digests", {"config.json": DIGEST, "more": DIGEST}, "more has no size and digest"),
         ("other", 1, "it has other, which is not known"),
-        ("files", {"model.safetensors": 1}, "w has no checksum for each of model"),
+        ("loss_scale", None, "its loss_scale cannot be null"),
+        ("loss_scale", {"scale": 3.0, "good": 0}, 'its loss_scale cannot be {"scale": 3.0, "good": 0}'),
+        ("loss_scale", {"scale": 2.0, "good": -1}, 'its loss_scale cannot be {"scale": 2.0, "good": -1}'),
+        ("loss_scale", {"scale": 2.0}, 'its loss_scale cannot be {"scale": 2.0}'),
+        ("files", {"model.safetensors": 1}, "w has a checksum for exp_avg, of which there is no file"),
+        ("tensors", [{"name": "w", "shape": [], "checksums": {"exp_avg": SUM}}], "w has no checksum for model"),
     ],
 )
 def test_what_does_not_fit(field: str, value: object, problem: str) -> None:

@@ -6,11 +6,17 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from mpishard.checkpoint import load, read_manifest, save
+from mpishard.array.numpy_ops import NumpyOps
+from mpishard.checkpoint import load, load_weights, read_manifest, save
+from mpishard.comm.base import Communicator
+from mpishard.comm.local import LocalCommunicator
 from mpishard.comm.threads import run
 from mpishard.errors import CheckpointError
+from mpishard.nn.model import freeze
+from mpishard.optim import LossScale
 from tests.checkpoint.runs import BASE, END, MIDDLE, alone, expected, resume, second_half, train_and_save
 from tests.shard.training import train
 
@@ -42,12 +48,122 @@ def test_ranks(saved: dict[tuple[int, str], Path], before: int, after: int) -> N
         (2, "no_shard", 4, "full_shard"),
         (4, "no_shard", 3, "no_shard"),
         (1, "no_shard", 1, "full_shard"),
+        (3, "full_shard", 2, "shard_grad_op"),
+        (2, "full_shard", 3, "shard_optimizer"),
     ],
 )
 def test_strategies(saved: dict[tuple[int, str], Path], before: int, strategy: str, after: int, other: str) -> None:
     job = BASE.with_settings(strategy=other)
     outcomes = run(after, lambda comm: resume(comm, saved[before, strategy], job))
     assert outcomes == [second_half()] * after
+
+
+STRATEGIES = [
+    ("shard_grad_op", {}, 3),
+    ("shard_optimizer", {}, 2),
+    ("hybrid_shard", {"group": 1}, 2),
+    ("hybrid_shard", {"group": 2}, 4),
+]
+
+
+@pytest.mark.parametrize(("strategy", "more", "ranks"), STRATEGIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_other_strategies_hold_is_saved_and_loaded(
+    tmp_path: Path, strategy: str, more: dict[str, int], ranks: int, dtype: str
+) -> None:
+    """Where ranks hold copies, each saves a part of them; loading brings all copies up to date."""
+    job = BASE.with_settings(strategy=strategy, **more)
+
+    def body(comm: Communicator) -> str:
+        engine = job.engine(comm, dtype_name=dtype)
+        train(engine, job, 2)
+        save(engine, tmp_path / "x", configuration={})
+        other = job.engine(comm, dtype_name=dtype)
+        for part in other.state.values():
+            for array in [*part.arrays.values(), *([] if part.resident is None else [part.resident])]:
+                array.fill(np.nan)
+        load(other, tmp_path / "x")
+        assert other.evaluate(job.feed(50)) == engine.evaluate(job.feed(50))
+        outcome = train(engine, job, 1, first=2)
+        assert train(other, job, 1, first=2) == outcome
+        return read_manifest(tmp_path / "x").checksum
+
+    (checksum,) = set(run(ranks, body))
+    one = alone(dtype_name=dtype, seed=99)
+    load(one, tmp_path / "x")
+    assert one.checksum() == checksum
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "hybrid_shard"])
+def test_weights_reach_every_copy(tmp_path: Path, saved: dict[tuple[int, str], Path], strategy: str) -> None:
+    reference = alone(seed=99)
+    load_weights(reference, saved[1, "full_shard"])
+    want = reference.evaluate(BASE.feed(50))
+    job = BASE.with_settings(strategy=strategy, group=int(strategy == "hybrid_shard"))
+
+    def body(comm: Communicator) -> object:
+        engine = job.engine(comm, seed=7)
+        load_weights(engine, saved[1, "full_shard"])
+        return engine.evaluate(job.feed(50))
+
+    assert run(2, body) == [want] * 2
+
+
+def test_the_loss_scale_is_saved_and_restored(tmp_path: Path) -> None:
+    engine = alone(dtype_name="float16", loss_scale=LossScale(2.0**12, every=2))
+    train(engine, BASE, 3)
+    assert engine.loss_scale is not None
+    save(engine, tmp_path / "x", configuration={})
+    assert read_manifest(tmp_path / "x").loss_scale == engine.loss_scale.state() == {"scale": 2.0**13, "good": 1}
+    others = {
+        "goes on": alone(dtype_name="float16", loss_scale=LossScale(2.0, every=2)),
+        "fixed": alone(dtype_name="float16", loss_scale=LossScale(2.0, dynamic=False)),
+        "none": alone(),
+    }
+    for other in others.values():
+        load(other, tmp_path / "x")
+    assert others["goes on"].loss_scale.state() == engine.loss_scale.state()
+    assert others["fixed"].loss_scale.state() == {"scale": 2.0, "good": 0}
+    assert train(others["goes on"], BASE, 2, first=3) == train(engine, BASE, 2, first=3)
+    save(others["none"], tmp_path / "y", configuration={})
+    assert read_manifest(tmp_path / "y").loss_scale is None
+    load(others["goes on"], tmp_path / "y")
+    assert others["goes on"].loss_scale.scale == engine.loss_scale.scale
+
+
+def test_frozen_parameters_have_no_states_in_files(tmp_path: Path) -> None:
+    frozen = freeze(BASE.model, ["wte.*", "h.1.*", "h.0.mlp.*.bias"])
+
+    def body(comm: Communicator) -> object:
+        engine = BASE.engine(comm, model=frozen)
+        train(engine, BASE, 2)
+        save(engine, tmp_path / "x", configuration={})
+        other = BASE.engine(comm, model=frozen)
+        for part in other.state.values():
+            part.arrays["param"].fill(np.nan)
+        load(other, tmp_path / "x")
+        assert other.checksum() == engine.checksum()
+        return train(engine, BASE, 2, first=2), train(other, BASE, 2, first=2)
+
+    one, two = {outcome for outcomes in run(3, body) for outcome in outcomes}, run(1, body)[0]
+    assert one == set(two)
+    manifest = read_manifest(tmp_path / "x")
+    held = {tensor.name.removeprefix("transformer.") for tensor in manifest.tensors if len(tensor.checksums) == 3}
+    names = {tensor.name.removeprefix("transformer.") for tensor in manifest.tensors}
+    assert names - held == {
+        name for name in names if name.startswith(("wte.", "h.1.")) or (name.startswith("h.0.mlp") and "bias" in name)
+    }
+    whole = alone(seed=99)
+    for part in whole.state.values():
+        part.arrays["exp_avg"].fill(np.nan)
+    load(whole, tmp_path / "x")  # what was frozen begins at zero
+    assert whole.checksum() != manifest.checksum
+    part = whole.state["h.1"]
+    assert not any(part.arrays["exp_avg"][piece.offset : piece.end].any() for piece in part.pieces)
+    save(whole, tmp_path / "y", configuration={})
+    engine = BASE.engine(LocalCommunicator(NumpyOps()), model=frozen)
+    load(engine, tmp_path / "y")
+    assert engine.checksum() == manifest.checksum
 
 
 def test_files_do_not_depend_on_ranks_and_strategy(saved: dict[tuple[int, str], Path]) -> None:

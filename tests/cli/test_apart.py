@@ -57,7 +57,7 @@ main(sys.argv[1:])
         ("mpishard.train.config", "load"),  # before MPI
         ("mpishard.comm.mpi", "place"),  # in the first collective call
         ("mpishard.cli.train", "settings_text"),  # before the run
-        ("mpishard.train.start", "planned_memory"),
+        ("mpishard.train.prepare", "planned"),
     ],
 )
 def test_an_interrupt_of_one_rank_before_the_first_step(tmp_path, module, name):

@@ -6,31 +6,18 @@ A case prepares files in a folder and returns the program's arguments; the line 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.cli.processes import program
-from tests.cli.small_runs import finished, snapshot, tokens, training, weights
+from tests.cli.bad_cases import Cases
+from tests.cli.small_runs import finished, tokens, training, weights
 
-Case = Callable[[Path], list[str]]
-CASES: dict[str, tuple[Case, tuple[str, ...]]] = {}
-#: words of a program's inside, which a user need not know
-INSIDE = re.compile(r"Traceback|<class|NoneType|\bint\b|\bstr\b|\bfloat\b|\bbool\b|\bdict\b|__|Error:|\.py\b")
+CASES = Cases()
+case = CASES.add
 
 
-def case(*words: str) -> Callable[[Case], Case]:
-    def add(prepare: Case) -> Case:
-        CASES[prepare.__name__.replace("_", " ")] = prepare, words
-        return prepare
-
-    return add
-
-
-def configured(folder: Path, text: str) -> list[str]:
+def configured(folder, text: str) -> list[str]:
     (folder / "my.toml").write_text(text)
     return ["train", "--config", str(folder / "my.toml"), "--run-dir", str(folder / "run")]
 
@@ -330,14 +317,4 @@ def no_prompt(folder):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_exit_code_2_and_nothing_lost(tmp_path, name, ranks):
-    prepare, words = CASES[name]
-    arguments = prepare(tmp_path)
-    before = snapshot(tmp_path)
-    done = program(ranks, arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpishard: ")]
-    for word in words:
-        assert word in line
-    assert not INSIDE.search(line.replace("my.toml", "")), line
-    assert snapshot(tmp_path) == before
-    assert (tmp_path / "run").exists() == any(str(tmp_path / "run") in path for path in before) or "without" in name
+    CASES.check(name, tmp_path, ranks)

@@ -8,11 +8,13 @@ import pytest
 
 import mpishard.cli
 import mpishard.launched
+import mpishard.plan.memory_report
 from mpishard.cli import main, program
 from mpishard.cli.options import setting_rows
 from mpishard.cli.train import agree_run_dir
 from mpishard.comm.local import LocalCommunicator
 from mpishard.errors import ConfigError, DataError, EngineError
+from mpishard.plan.memory_report import write_report
 from mpishard.train.config import dump_toml, load, presets, sections
 from tests.cli.processes import fresh
 
@@ -33,8 +35,8 @@ class Job:
         self.comm = LocalCommunicator(make_ops(None))
         return self.comm
 
-    def run(self, config, run_dir, comm, *, resumed, stopper):
-        self.config, self.run_dir = config, run_dir
+    def run(self, config, run_dir, comm, *, resumed, stopper, reporter):
+        self.config, self.run_dir, self.reporter = config, run_dir, reporter
         assert (resumed, stopper()) == (None, "")
         assert comm is self.comm
         if isinstance(self.outcome, Exception):
@@ -84,12 +86,17 @@ def test_the_commands_and_their_options_are_pinned():
     }
     assert found == {
         "train": [
-            "--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--device", "--print-config"
+            "--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--device", "--as-rank",
+            "--memory-report", "--print-config",
         ],
         "generate": [
             "--from", "--prompt", "--prompt-tokens", "--tokens", "--temperature", "--top-k", "--seed", "--device"
         ],
         "schedule": ["--config", "--preset", "--set", "--ranks", "--kind", "--all"],
+        "plan": [
+            "--config", "--preset", "--set", "--params", "--ranks", "--strategy", "--device", "--device-memory",
+            "--ranks-per-node", "--json", "--plot",
+        ],
         "data": [],
         "data build": ["--source", "--out", "--heldout-fraction"],
         "data inspect": ["file"],
@@ -110,7 +117,7 @@ def test_a_row_of_the_help_says_what_it_is_what_it_takes_and_the_default():
     assert dict(setting_rows("train"))["train.steps"] == (
         "steps of the optimizer (a whole number, at least 1) [default: 200]"
     )
-    assert dict(setting_rows("shard"))["shard.strategy"].endswith('(full_shard or no_shard) [default: "full_shard"]')
+    assert dict(setting_rows("shard"))["shard.accumulate"].endswith('(reduce or no_sync) [default: "reduce"]')
 
 
 def test_help_starts_nothing():
@@ -160,6 +167,17 @@ def test_the_run_directory_is_new_and_named_after_the_run(call, job, arguments, 
     assert len(seen) == 3
 
 
+def test_a_memory_report_is_asked_for(call, job, monkeypatch):
+    assert call("train")[0] == 0
+    assert job.reporter is None
+    assert call("train", "--memory-report")[0] == 0
+    assert job.reporter is write_report
+    monkeypatch.setattr(mpishard.plan.memory_report, "find_spec", lambda name: None)
+    code, _, err = call("train", "--memory-report")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--memory-report needs matplotlib" in err
+
+
 def test_the_exit_code_is_the_loops(call, job):
     job.outcome = 75
     assert call("train")[0] == 75
@@ -178,6 +196,11 @@ def test_print_config_prints_and_starts_nothing(call, job):
 # --- mistakes
 
 MISTAKES = [
+    (["train", "--as-rank", "x/4"], "--as-rank is 'x/4'; it must be a rank and a number of ranks, as in 5/1024"),
+    (["train", "--as-rank", "-1/4"], "as in 5/1024"),
+    (["train", "--as-rank", "1/4/2"], "as in 5/1024"),
+    (["train", "--as-rank", "²/4"], "as in 5/1024"),
+    (["train", "--as-rank", "1/1000001"], "the number of ranks must be at least 1 and at most 1000000"),
     (["train", "--set", "train.steps=x"], 'train.steps is "x" in --set; it must be a whole number, at least 1'),
     (["train", "--preset", "none"], "there is no preset 'none'"),
     (["train", "--config", "none.toml"], "none.toml: cannot be read"),
@@ -205,7 +228,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, job, arguments, message):
     assert job.comm is None
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES[:4])
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES[:6])
 def test_only_rank_0_speaks_and_all_exit_with_2(call, job, arguments, message):
     job.rank = 0
     assert message in call(*arguments)[2]

@@ -178,3 +178,54 @@ def test_a_token_that_there_is_not_ends_the_run_on_a_gpu_too() -> None:
         engine = job.engine(LocalCommunicator(CupyOps()))
         with pytest.raises(DataError, match=f"an input of the data is {job.sizes.vocabulary}; the model knows"):
             engine.step(feed, lr=0.0)
+
+
+@pytest.mark.jobs
+def test_the_optimiser_in_host_memory_changes_no_bit(tmp_path: Path) -> None:
+    """Offloaded on GPUs, saved, and resumed without a GPU: the run that did neither."""
+    found = {}
+    for name, offload in (("plain", "none"), ("offloaded", "optimizer")):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = ("precision.compute=bf16", "device.kind=cuda", "train.steps=3", f"shard.offload={offload}")
+        done = on_the_standin(*training(folder, *options), ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert ("optimizer in host memory" in done.stdout) == (" of host memory a rank" in done.stdout) == (
+            offload == "optimizer"
+        )
+        found[name] = json.loads((folder / "run/report.json").read_text())
+    assert found["plain"]["checksum"] == found["offloaded"]["checksum"]
+    held = found["offloaded"]["bytes"][0]
+    assert held["masters"] == held["optimizer"] == 0
+    go_on = ("train", "--resume", str(tmp_path / "offloaded" / "run"), "--set", "train.steps=4")
+    before = snapshot(tmp_path)
+    done = fresh("-m", "mpishard", *go_on, "--device", "cpu")
+    assert done.returncode == 2
+    assert "shard.offload is optimizer and device.kind is cpu" in done.stderr
+    assert snapshot(tmp_path) == before
+    done = fresh("-m", "mpishard", *go_on, "--device", "cpu", "--set", "shard.offload=none")
+    assert done.returncode == 0, done.stderr
+    assert 'changed: shard.offload = "none" (was "optimizer")' in done.stdout
+
+
+def test_offload_where_auto_finds_no_gpu(tmp_path: Path) -> None:
+    arguments = training(tmp_path, "shard.offload=optimizer")
+    before = snapshot(tmp_path)
+    done = mpiexec(*WITHOUT_CUPY, *arguments)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("mpishard")]
+    assert "shard.offload is optimizer and the device is the CPU" in line
+    assert "--device cuda says what is missing" in line
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_a_rank_of_many_on_a_gpu(tmp_path: Path, transport: str) -> None:
+    arguments = training(tmp_path, "train.global_batch=16", "device.kind=cuda", f"comm.transport={transport}")
+    done = on_the_standin(*arguments, "--as-rank", "3/16", ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert f"with the buffers of transport {'staged' if transport == 'auto' else transport}" in done.stdout
+    assert "this process held" not in done.stdout  # the host's memory says nothing of the GPU's
+    found = json.loads((tmp_path / "run" / "as-rank.json").read_text())
+    assert found["bytes"] == found["bytes_planned"]

@@ -157,9 +157,7 @@ def test_mpi_that_cannot_be_loaded(
 ) -> None:
     set_all(monkeypatch, environment)
     fake_mpi(monkeypatch, None)
-    with pytest.raises(
-        ConfigError, match=r"pip install mpich, or load the cluster's MPI module"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"pip install mpich, or load the cluster's MPI module") as caught:
         world(NumpyOps(), transport)
     assert "\n" not in str(caught.value)
 

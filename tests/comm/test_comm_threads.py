@@ -163,7 +163,7 @@ def test_peers_read_where_the_data_lies() -> None:
     """No scratch, and a peer that writes before wait_inputs() is seen: that is what the moment is for."""
 
     def main(comm: Communicator) -> float:
-        assert comm.scratch_elements(1000) == 0
+        assert comm.scratch_bytes(1000, F4, F4) == 0
         shard, out = np.full(4, comm.rank, np.float32), np.empty(8, np.float32)
         collective = comm.bind_all_gather(shard, out)
         work = collective.start()

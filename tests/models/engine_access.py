@@ -38,9 +38,11 @@ def engine_for(
 
 
 def named(engine: Engine, array: str) -> dict[str, np.ndarray]:
-    """Views of ``param``, ``grad`` or an optimiser's state, in the parameters' shapes."""
+    """Views of ``param``, or of ``grad`` or an optimiser's state of what is trained, in the parameters' shapes."""
     found = {}
     for part in engine.state.values():
+        if array not in part.arrays and not part.trained:
+            continue
         for slot in part.layout.slots:
             flat = part.arrays[array][slot.offset : slot.offset + slot.size]
             found[part.unit.prefix + slot.name] = flat.reshape(slot.shape)

@@ -6,11 +6,14 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.base import Communicator
+from mpishard.comm.local import LocalCommunicator
+from mpishard.shard.loss_scale import LossScale
 from tests.shard.damaged_ops import Reversed
 from tests.shard.spoiling import spoiled_run
 from tests.shard.training import MICROS, Job, Outcome, train, train_alone
@@ -59,12 +62,85 @@ def test_fewer_ranks(comm: Communicator) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"strategy": "no_shard"}, {"prefetch": 0}, {"prefetch": 2}, {"recompute": "block"}],
+    [
+        {"strategy": "no_shard"},
+        {"strategy": "shard_grad_op"},
+        {"strategy": "shard_optimizer"},
+        {"strategy": "hybrid_shard"},
+        {"reshard_after_forward": False},
+        {"prefetch": 0},
+        {"prefetch": 2},
+        {"recompute": "block"},
+    ],
     ids=lambda changes: "-".join(map(str, *changes.items())),
 )
 def test_settings(comm: Communicator, changes: dict[str, object]) -> None:
     job = BASE.with_settings(**changes)
     assert train(job.engine(comm), job, 6) == expected(6)
+
+
+def precise(precision: str) -> dict[str, Any]:
+    """An engine's element types; a loss scale of its own where one is needed."""
+    kind, wire = {
+        "fp32 as bf16": ("float32", "bfloat16"),
+        "bf16": ("bfloat16", ""),
+        "fp16": ("float16", ""),
+    }[precision]
+    return {"dtype_name": kind, "reduce_dtype": wire, "loss_scale": LossScale(1024.0) if kind == "float16" else None}
+
+
+@functools.cache
+def expected_in(precision: str) -> Outcome:
+    return train(BASE.engine(LocalCommunicator(NumpyOps()), **precise(precision)), BASE, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32 as bf16", "bf16", "fp16"])
+def test_precisions(comm: Communicator, precision: str) -> None:
+    """One checksum for each, whatever the strategy."""
+    for changes in (
+        {},
+        {"strategy": "no_shard"},
+        {"strategy": "shard_grad_op", "recompute": "block"},
+        {"strategy": "shard_optimizer", "prefetch": 0},
+        {"reshard_after_forward": False},
+    ):
+        job = BASE.with_settings(**changes)
+        assert train(job.engine(comm, **precise(precision)), job, 2) == expected_in(precision), changes
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_groups(comm: Communicator, kind: str) -> None:
+    """With one micro-batch a rank, groups give full_shard's bits in brackets of as many ranks."""
+    from mpi4py import MPI
+
+    from mpishard.comm.mpi import MpiCommunicator
+
+    job = replace(BASE, micros=comm.size)
+    for group in (size for size in range(1, comm.size) if comm.size % size == 0):
+        grouped = job.with_settings(strategy="hybrid_shard", group=group)
+        engine = grouped.engine(comm, dtype_name=kind)
+        outcome = train(engine, grouped, 4)
+        engine.close()
+        bracketed = MpiCommunicator(MPI.COMM_WORLD, NumpyOps())
+        bracketed.bracket = group
+        assert outcome == train(job.engine(bracketed, dtype_name=kind), job, 4)
+        bracketed.close()
+
+
+def test_losses_of_groups_and_of_one_reduction_stay_close(comm: Communicator) -> None:
+    changes = [{"accumulate": "no_sync"}]
+    changes += [{"strategy": "hybrid_shard", "group": comm.size // 2}] if comm.size % 2 == 0 else []
+    for one in changes:
+        job = replace(BASE, lr=1e-3).with_settings(**one)
+        engine = job.engine(comm)
+        outcome = train(engine, job, 10)
+        engine.close()
+        assert outcome.losses == pytest.approx(expected_slowly().losses, rel=1e-5)
+
+
+@functools.cache
+def expected_slowly() -> Outcome:
+    return train_alone(replace(BASE, lr=1e-3), 10)
 
 
 def test_poison(comm: Communicator) -> None:
@@ -73,7 +149,7 @@ def test_poison(comm: Communicator) -> None:
     assert train(job.engine(comm), job, 4) == expected(4)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "shard_grad_op"])
 def test_nan_in_padding(comm: Communicator, strategy: str) -> None:
     assert spoiled_run(comm, BASE.with_settings(strategy=strategy), 4) == expected(4)
 

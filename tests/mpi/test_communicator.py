@@ -17,8 +17,8 @@ from mpishard.testing import rounds
 
 pytestmark = pytest.mark.mpi
 
-#: As by default, and every call in slices, which then number several per block.
-WAYS = [(threaded, chunk) for threaded in (True, False) for chunk in (2**28, 96)]
+#: As by default, and every call in slices, or in pieces, which then number several per block.
+WAYS = [(threaded, chunk) for threaded in (True, False) for chunk in (2**28, 200)]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{'thread' if way[0] else 'inline'}-{way[1]}")
@@ -56,20 +56,109 @@ class Recorder:
 
 
 def test_calls_above_the_limit_go_in_slices_from_point_to_point(comm: Communicator) -> None:
-    real, limit = comm._mpi, comm.chunk_bytes  # type: ignore[attr-defined]
-    recorder = comm._mpi = Recorder(real)  # type: ignore[attr-defined]
+    owner: Any = comm
+    flights = rounds.pair(comm)  # which makes the communicator for pieces
+    real, apart, limit = owner._mpi, owner._apart, owner.chunk_bytes
+    recorder, pieces = Recorder(real), Recorder(apart)
+    owner._mpi, owner._apart = recorder, pieces
     try:
-        for flight in rounds.pair(comm):
+        for flight in flights:
             flight.collective.start().wait_inputs()
         comm.broadcast(np.zeros(301, np.float32))
     finally:
-        comm._mpi = real  # type: ignore[attr-defined]
+        owner._mpi, owner._apart = real, apart
     if comm.size == 1:
         assert set(recorder.calls) == {"Ibcast"}
-    elif limit == 96:
-        assert recorder.calls == {"Isend": 96, "Irecv": 96, "Ibcast": 96}
+    elif limit == 200:
+        assert recorder.calls == {"Isend": 200, "Irecv": 200, "Ibcast": 200}
+        assert set(pieces.calls) == {"Ialltoallv"}
+        assert owner.scratch_rule.cut(203 * comm.size, DTYPES["bfloat16"], DTYPES["bfloat16"]).width * 2 <= limit
     else:
-        assert set(recorder.calls) == {"Iallgather", "Ialltoall", "Ibcast"}
+        assert set(recorder.calls) == {"Iallgather", "Ialltoall", "Ibcast"} and not pieces.calls
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_large_reduction_takes_a_bounded_scratch(threaded: bool, wire: str | None) -> None:
+    """As many pieces as the defaults make of it; the sums are those of a reduction in one piece."""
+    from mpi4py import MPI
+
+    from mpishard.comm import scratch
+    from mpishard.comm.mpi import MpiCommunicator
+
+    made = MpiCommunicator(MPI.COMM_WORLD, NumpyOps(), threaded=threaded)
+    kind = DTYPES["float32"]
+    sent = kind if wire is None else DTYPES[wire]
+    count = 3 * scratch.SLOT_BYTES // sent.itemsize // made.size + 5
+    assert made.scratch_bytes(100 * count * made.size, kind, sent) <= 2 * scratch.SLOT_BYTES
+    if made.size > 1:
+        assert made.scratch_rule.cut(count * made.size, kind, sent).pieces > 3
+    rng = np.random.default_rng(made.rank)
+    full = made.allocate(count * made.size, kind)
+    out = made.allocate(count, kind)
+    bound = made.bind_reduce_scatter(full, out, rounds.scratch_for(made, full, sent), sent)
+    for round_ in range(2):
+        full[:] = rng.integers(-(2**24), 2**24, full.size, dtype=np.int32) * np.float32(2.0 ** (round_ + 3 * made.rank))
+        out.fill(0.1)
+        bound.start(add=True).wait_inputs()
+        # Blocks are exchanged by another way, and summed at once.
+        parts = np.empty_like(full)
+        made._mpi.Alltoall([full, count, MPI.FLOAT], [parts, count, MPI.FLOAT])
+        total = np.full(count, np.float32(0.1))
+        for part in parts.reshape(made.size, count):
+            total += part.astype(sent).astype(kind)
+        rounds.same(out, total, f"round {round_}")
+    made.close()
+
+
+def test_pieces_go_on_while_the_program_computes() -> None:
+    """The thread sums pieces and sends the next ones, though nobody waits; other calls come between."""
+    from mpi4py import MPI
+
+    from mpishard.comm.mpi import MpiCommunicator
+
+    made = MpiCommunicator(MPI.COMM_WORLD, NumpyOps(), threaded=True, chunk_bytes=256)
+    reduce = rounds.Reduce(made, 2000, DTYPES["float32"])
+    reduce.fill(0)
+    work = reduce.collective.start()
+    for round_ in range(20):  # on each rank at other moments, as seen from the pieces
+        assert made.exchange(bytes([round_])) == [bytes([round_])] * made.size
+    if made.size > 1:
+        flight: Any = work._flight  # type: ignore[attr-defined]
+        assert flight.done.wait(60) and not flight.awaited
+        reduce.check(0)
+    work.wait_inputs()
+    reduce.check(0)
+    made.close()
+
+
+@pytest.mark.parametrize("comm", [way for way in WAYS if way[1] == 200], ids=str, indirect=True)
+def test_a_failure_in_a_piece_reaches_who_waits_and_leaves_the_line(comm: Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("one rank sends nothing")
+    reduce, after = (rounds.Reduce(comm, 1000, DTYPES["float32"], seed=seed) for seed in range(2))
+    reduce.fill(0)
+    make = reduce.collective._make  # type: ignore[attr-defined]
+
+    def broken(add: bool) -> Any:
+        series = make(add)
+        land = series._land
+
+        def cut_first(piece: int) -> None:  # on all ranks, so that what they have posted is the same
+            land(piece)
+            cut()
+
+        series._land = cut_first
+        return series
+
+    reduce.collective._make = broken  # type: ignore[attr-defined]
+    work = reduce.collective.start()
+    after.fill(1)
+    later = after.collective.start()
+    with pytest.raises(CommError, match=r"reduce-scatter number \d+ failed in MPI: .*the cable is cut"):
+        work.wait()
+    later.wait_inputs()
+    after.check(1)
 
 
 def test_starting_does_not_wait_for_late_ranks(comm: Communicator) -> None:

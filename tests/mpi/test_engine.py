@@ -13,9 +13,10 @@ from mpishard.comm.base import Communicator
 from mpishard.comm.local import LocalCommunicator
 from mpishard.errors import CommError
 from mpishard.models.gpt2 import Gpt2
-from mpishard.shard.engine import Engine
+from mpishard.shard.schedule import STRATEGIES
 from tests.shard.arrays import memory_of
 from tests.shard.damaged_ops import Burst
+from tests.shard.predicted import blocks_of, predicted, used
 from tests.shard.tallies import buffers, measured
 from tests.shard.tracing import BOUND, growths
 from tests.shard.training import SMALL, Job
@@ -60,21 +61,37 @@ def test_counts_and_bytes(comm: Communicator, strategy: str, prefetch: int) -> N
 def test_memory_is_as_planned(comm: Communicator, strategy: str, recompute: str) -> None:
     """Scratch of the transport too; and the ledger is what arrays there are."""
     job = JOB.with_settings(strategy=strategy, recompute=recompute)
-    engine = job.engine(comm)
+    engine = job.engine(comm, ledger=True)
+    plan, before = predicted(engine, "mpi"), blocks_of(engine)
     engine.step(job.feed(0), lr=job.lr)
+    assert used(engine) == plan.moments
     engine.evaluate(job.feed(1))
     engine.predict(np.zeros(SMALL.sequence, np.int64), 3)
-    plan = Engine.rehearsed(
-        engine.model, comm, comm.ops, engine.optimizer, engine.settings, micro_batch=job.micro_batch
-    )
-    assert plan.memory() == engine.memory()
-    assert plan.arena.peaks() == engine.arena.peaks()
+    assert engine.memory() == plan.held
+    assert blocks_of(engine) == before
     held = [array.nbytes for array in memory_of([engine.state, engine.arena, engine._runner, comm.ops]).values()]
     assert sum(held) <= sum(engine.memory().values()) + 64 * len(held) + 4096
     state = sum(engine.memory()[name] for name in ("parameters", "gradients", "optimizer"))
     ranks = comm.size if strategy == "full_shard" else 1
     whole = 16 * job.model.parameters / ranks
     assert whole <= state <= whole + 16384 * len(job.model.units) * (comm.size // ranks)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "kept"])
+def test_every_moment_is_predicted(comm: Communicator, strategy: str, kind: str) -> None:
+    changes: dict[str, object] = {"strategy": strategy}
+    if strategy == "kept":
+        changes = {"reshard_after_forward": False}
+    if strategy == "hybrid_shard":
+        changes["group"] = max((size for size in range(1, comm.size) if comm.size % size == 0), default=1)
+    job = JOB.with_settings(recompute="block", **changes)
+    engine = job.engine(comm, dtype_name=kind, ledger=True)
+    engine.step(job.feed(0), lr=job.lr)
+    plan = predicted(engine, "mpi")
+    assert used(engine) == plan.moments
+    assert engine.memory() == plan.held
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,16 @@ def test_embedding(shape, vocabulary, positions, width, dropout):
     check_layer(lambda: Embedding(vocabulary, positions, width, dropout=dropout), shape, tokens=vocabulary, reads=False)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 64])
 @pytest.mark.parametrize(
     ("x_shape", "heads"),
     [((2, 7, 6), 3), ((1, 5, 3), 1), ((1, 1, 1), 1), ((3, 1, 4), 2), ((1, 4, 3), 3), ((1, 65, 2), 1)],
 )
-def test_attention(x_shape, heads, rows):
+def test_attention(x_shape, heads, rows, recompute):
     if rows == 64 and x_shape[1] < 64:
         rows = min(rows, x_shape[1])  # as a model does it, and as large as the sequence
-    check_layer(lambda: CausalSelfAttention("attn", x_shape[-1], heads, block=rows), x_shape)
+    check_layer(lambda: CausalSelfAttention("attn", x_shape[-1], heads, block=rows, recompute=recompute), x_shape)
 
 
 def test_attention_of_blocks_longer_than_the_sequence():
@@ -93,8 +94,17 @@ def test_block(x_shape, heads, rows, tanh, dropout):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_block_that_does_not_train(dropout):
-    check_layer(lambda: Block(6, 3, dropout=dropout, attention_block=3), (2, 7, 6), training=False)
+@pytest.mark.parametrize(("x_shape", "heads", "rows"), [((2, 7, 6), 3, 3), ((1, 1, 1), 1, 64), ((3, 5, 2), 2, 0)])
+def test_block_that_recomputes_attention(x_shape, heads, rows, dropout):
+    make = lambda: Block(x_shape[-1], heads, dropout=dropout, attention_block=rows, recompute_attention=True)  # noqa: E731
+    check_layer(make, x_shape)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_block_that_does_not_train(dropout, recompute):
+    make = lambda: Block(6, 3, dropout=dropout, attention_block=3, recompute_attention=recompute)  # noqa: E731
+    check_layer(make, (2, 7, 6), training=False)
 
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])

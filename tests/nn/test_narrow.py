@@ -29,6 +29,7 @@ LAYERS = {
     "embedding": (lambda: Embedding(5, 9, 7, dropout=0.2), (6, 8), 5),
     "attention": (lambda: CausalSelfAttention("attn", 24, 3, block=4), (2, 33, 24), 0),
     "attention at once": (lambda: CausalSelfAttention("attn", 24, 3, block=0), (2, 33, 24), 0),
+    "attention again": (lambda: CausalSelfAttention("attn", 24, 3, block=4, recompute=True), (2, 33, 24), 0),
     "mlp": (lambda: Mlp("mlp", 24, 96), (2, 9, 24), 0),
     "block": (lambda: Block(24, 3, attention_block=4, dropout=0.1), (2, 33, 24), 0),
     "hidden": (lambda: Hidden("hidden", 24, 32, tanh=False), (9, 24), 0),

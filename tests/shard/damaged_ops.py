@@ -24,17 +24,17 @@ class Burst(NumpyOps):
 class Reversed(NumpyOps):
     """Adds the ranks' contributions from the last to the first."""
 
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
-        super()._ordered_sum(list(reversed(blocks)), out, add)
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int) -> None:
+        super()._ordered_sum(list(reversed(blocks)), out, add, bracket)
 
 
 class Apart(NumpyOps):
     """Adds the ranks' contributions to each other before they go to the shard."""
 
-    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool) -> None:
+    def _ordered_sum(self, blocks: Sequence[Array], out: Array, add: bool, bracket: int) -> None:
         total = np.empty_like(out)
-        super()._ordered_sum(blocks, total, False)
-        super()._ordered_sum([total], out, add)
+        super()._ordered_sum(blocks, total, False, bracket)
+        super()._ordered_sum([total], out, add, 1)
 
 
 class MeanOfMeans(NumpyOps):

@@ -65,6 +65,33 @@ def frozen(blocks: int) -> Outline:
     )
 
 
+def parted(blocks: int) -> Outline:
+    """A tied GPT of which some parameters are frozen, each part beside the rest of its unit; h.0 is frozen whole."""
+    names = [f"h.{i}" for i in range(blocks)]
+    beside = {name: f"{name}.frozen" for name in ("root", *names[1:])}
+    read = {name: (name, beside[name]) if name in beside else (name,) for name in ("root", *names)}
+    params = {name: ("weight",) if name in beside else () for name in names}
+    return Outline(
+        (
+            UnitOutline("root", True, ("table",)),
+            UnitOutline("root.frozen", True, (), "root"),
+            *(
+                unit
+                for name in names
+                for unit in (
+                    UnitOutline(name, False, params[name]),
+                    *(UnitOutline(other, False, (), name) for other in read[name][1:]),
+                )
+            ),
+        ),
+        (
+            StageOutline("embed", read["root"], (), ()),
+            *(StageOutline(name, read[name], read[name], tuple((name, p) for p in params[name])) for name in names),
+            StageOutline("head", read["root"], read["root"], (("root", "table"),)),
+        ),
+    )
+
+
 def loss_only(blocks: int) -> Outline:
     """One stage, the loss; ``blocks`` is not used."""
     return Outline(
@@ -85,4 +112,4 @@ def bare(blocks: int) -> Outline:
     )
 
 
-KINDS = {kind.__name__: kind for kind in (tied, untied, two_units, frozen, loss_only, bare)}
+KINDS = {kind.__name__: kind for kind in (tied, untied, two_units, frozen, parted, loss_only, bare)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from tests.shard.training import Job, Outcome
 class Spoiler:
     """An engine's memory: the regions that its communicator was asked for, its stacks and its state."""
 
-    def __init__(self, comm: Communicator, job: Job) -> None:
+    def __init__(self, comm: Communicator, job: Job, **changes: Any) -> None:
         self.regions: list[Array] = []
         ordinary = comm.allocate
 
@@ -25,7 +26,7 @@ class Spoiler:
             return self.regions[-1]
 
         comm.allocate = allocate
-        self.engine: Engine = job.engine(comm)
+        self.engine: Engine = job.engine(comm, **changes)
         self.spoiled = 0
 
     def spoil(self) -> None:
@@ -51,8 +52,8 @@ class Spoiler:
             yield part, hole[part.start : part.stop]
 
 
-def spoiled_run(comm: Communicator, job: Job, steps: int) -> Outcome:
-    spoiler = Spoiler(comm, job)
+def spoiled_run(comm: Communicator, job: Job, steps: int, **changes: Any) -> Outcome:
+    spoiler = Spoiler(comm, job, **changes)
     engine, results = spoiler.engine, []
     for step in range(steps):
         spoiler.spoil()

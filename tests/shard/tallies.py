@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpishard.comm.base import Communicator
 from tests.shard.training import SMALL, Job
 
@@ -27,12 +29,19 @@ def buffers(ranks: int) -> tuple[int, int]:
     return 4 * root, 4 * block
 
 
-def measured(comm: Communicator, job: Job) -> dict[str, dict[str, tuple[int, int]]]:
-    """Calls and bytes of everything that an engine does."""
-    engine = job.engine(comm)
+def measured(comm: Communicator, job: Job, **changes: Any) -> dict[str, dict[str, tuple[int, int]]]:
+    """Calls and bytes of everything that an engine does; what groups do begins with ``inside`` and ``across``."""
+    engine = job.engine(comm, **changes)
+    comms = {"": comm}
+    if engine._parts is not None:
+        comms |= dict(zip(("inside ", "across "), engine._parts, strict=True))
 
     def tally() -> dict[str, tuple[int, int]]:
-        return {kind: (comm.tallies[kind].calls, comm.tallies[kind].bytes) for kind in KINDS}
+        return {
+            name + kind: (one.tallies[kind].calls, one.tallies[kind].bytes)
+            for name, one in comms.items()
+            for kind in KINDS
+        }
 
     found = {}
     deeds = {

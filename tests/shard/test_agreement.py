@@ -45,6 +45,10 @@ DIFFERENT: dict[str, Job] = {
     "prefetch": JOB.with_settings(prefetch=0),
     "recompute": JOB.with_settings(recompute="block"),
     "strategy": JOB.with_settings(strategy="no_shard"),
+    "strategy of alike lists": JOB.with_settings(strategy="hybrid_shard"),
+    "accumulation": JOB.with_settings(accumulate="no_sync"),
+    "releases": JOB.with_settings(reshard_after_forward=False),
+    "recomputed blocks": JOB.with_settings(recompute="block", recompute_every=2),
     "micro-batches": replace(JOB, micros=12),
     "micro-batch": replace(JOB, micro_batch=1, micros=12),
     "layers": replace(JOB, sizes=replace(JOB.sizes, layers=3)),
@@ -121,7 +125,7 @@ def moments(engine: Engine) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_gradient_that_is_not_finite_skips_the_update_everywhere(bad: float, strategy: str) -> None:
     """Nothing moves, Adam's count too, and training goes on with the bits of a run without that step's data."""

@@ -14,9 +14,11 @@ import pytest
 
 from mpishard.array.dtypes import Array
 from mpishard.array.numpy_ops import NumpyOps
+from mpishard.comm.base import Communicator
 from mpishard.comm.local import LocalCommunicator
+from mpishard.comm.threads import run
 from mpishard.models.gpt2 import Gpt2
-from mpishard.shard.schedule import Settings
+from mpishard.shard.schedule import STRATEGIES, Settings
 from tests.shard.tracing import BOUND, OPERATION_BOUND, growths, watched_ops
 from tests.shard.training import Job
 
@@ -49,6 +51,54 @@ def test_nothing_large_is_allocated(sizes: Gpt2, micro_batch: int, settings: Set
     growth = growths(job.engine(LocalCommunicator(NumpyOps())), job)
     assert max(growth.values()) < BOUND, growth
     assert growth["what is left"] < 8192
+
+
+#: tables, hidden features of a micro-batch and the logits of a chunk are half a mebibyte and more each, in 16 bits too
+LARGE = Gpt2(layers=1, width=96, heads=2, sequence=64, vocabulary=3000, dropout=0.1, head_chunk=128)
+WAYS: dict[str, dict[str, object]] = {
+    **{name: {"strategy": name} for name in STRATEGIES},
+    "kept": {"strategy": "full_shard", "reshard_after_forward": False, "recompute": "block"},
+    "no_sync": {"strategy": "full_shard", "accumulate": "no_sync", "recompute": "block", "prefetch": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        *((way, "float32") for way in WAYS),
+        *((way, "bfloat16") for way in ("full_shard", "shard_optimizer", "no_shard", "no_sync")),
+        *((way, "float16") for way in ("kept", "shard_grad_op")),
+    ],
+)
+def test_a_step_takes_less_than_half_a_mebibyte_outside_the_arena(way: str, kind: str) -> None:
+    """From its start to its end, all ranks and all that Python takes together; NumPy's arrays are part of it."""
+    ranks = 2
+    job = Job(LARGE, 12, 2 * ranks).with_settings(**WAYS[way], **({"group": 1} if way == "hybrid_shard" else {}))
+    found: list[tuple[int, int]] = []
+
+    def body(comm: Communicator) -> None:
+        engine = job.engine(comm, dtype_name=kind)
+        engine.step(job.feed(0), lr=job.lr)
+        comm.barrier()
+        if comm.rank == 0:
+            tracemalloc.start()
+        comm.barrier()
+        engine.step(None, lr=job.lr)
+        comm.barrier()
+        if comm.rank == 0:
+            domain = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
+            left = tracemalloc.take_snapshot().filter_traces([domain])
+            found.append((tracemalloc.get_traced_memory()[1], sum(trace.size for trace in left.traces)))
+            tracemalloc.stop()
+        comm.barrier()
+
+    try:
+        run(ranks, body)
+    finally:
+        tracemalloc.stop()
+    ((peak, left),) = found
+    assert peak < 1 << 19
+    assert left < 4096
 
 
 @pytest.mark.parametrize("sizes", [MANY_TOKENS, AT_ONCE], ids=["many tokens", "at once"])

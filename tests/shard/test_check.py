@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +14,7 @@ from mpishard.shard.check import check
 from mpishard.shard.instructions import (
     Absorb,
     Agree,
+    AllReduce,
     Await,
     Backward,
     Evaluate,
@@ -29,13 +30,17 @@ from mpishard.shard.instructions import (
     Update,
 )
 from mpishard.shard.schedule import RECOMPUTE, STRATEGIES, Settings, build_forward, build_step
-from tests.shard.outlines import KINDS, tied
+from tests.shard.outlines import KINDS, parted, tied
 from tests.shard.simulation import Simulation, wanted
 
 Steps = tuple[Instruction, ...]
 OUTLINE = tied(4)
 FULL = build_step(OUTLINE, Settings("full_shard", 1, "block", 2))
 REPLICATED = build_step(OUTLINE, Settings("no_shard", 1, "none", 2))
+RESIDENT = build_step(OUTLINE, Settings("shard_grad_op", 1, "none", 2))
+HYBRID = build_step(OUTLINE, Settings("hybrid_shard", 1, "none", 2))
+FROZEN = build_step(parted(4), Settings("full_shard", 1, "block", 1))
+STRATEGY = {FULL: "full_shard", REPLICATED: "no_shard", RESIDENT: "shard_grad_op", HYBRID: "hybrid_shard"}
 
 
 def drop(step: Instruction) -> Callable[[Steps], Steps]:
@@ -111,14 +116,63 @@ BROKEN: dict[str, tuple[Steps, Callable[[Steps], Steps], str]] = {
     "agree missing": (FULL, drop(Agree()), "it must come after Agree"),
     "update before agree": (FULL, move(Update("h.1"), Agree()), r"Update\(unit='h.1'\): it must come after Agree"),
     "agree before the last absorb": (FULL, move(Agree(), Reduce("root", True)), "unit root is still open"),
-    "agreed twice": (FULL, put(Agree(), Update("h.0")), "only Replicate and Update come after Agree"),
+    "agreed twice": (FULL, put(Agree(), Update("h.0")), "only Replicate, Update, and the Gather of what was updated"),
     "update missing": (FULL, drop(Update("h.3")), "the end of the step: unit h.3 was not updated"),
     "updated twice": (FULL, put(Update("h.0"), Update("h.1")), "unit h.0 was updated already"),
     "shards replicated": (FULL, put(Replicate("h.0"), Update("h.0")), "has nothing to replicate"),
     "replication missing": (REPLICATED, drop(Replicate("h.1")), "unit h.1 has not been replicated"),
     "replicated twice": (REPLICATED, put(Replicate("h.1"), Update("h.1")), "unit h.1 was replicated already"),
     "replicated before agree": (REPLICATED, move(Replicate("h.1"), Agree()), "it must come after Agree"),
-    "gathered although resident": (REPLICATED, put(Gather("h.1"), HEAD), "unit h.1 is gathered, it must be sharded"),
+    "gathered although resident": (
+        REPLICATED,
+        put(Gather("h.1"), HEAD),
+        "no_shard keeps parameters whole, and gathers nothing before Agree",
+    ),
+    "gathered although updated whole": (
+        REPLICATED,
+        put(Gather("h.0"), Update("h.1")),
+        "unit h.0 is gathered, it must be sharded",
+    ),
+    "gathered in the forward although resident": (
+        RESIDENT,
+        put(Gather("h.1"), HEAD),
+        "shard_grad_op keeps parameters whole, and gathers nothing before Agree",
+    ),
+    "gathered before it is updated": (
+        RESIDENT,
+        move(Gather("h.1"), Update("h.1")),
+        r"Gather\(unit='h.1'\): unit h.1 has not been updated",
+    ),
+    "not gathered when it was updated": (
+        RESIDENT,
+        lambda steps: drop(Gather("h.1"))(drop(Await("h.1"))(steps)),
+        "the end of the step: unit h.1 is still sharded",
+    ),
+    "not there at the end": (RESIDENT, drop(Await("h.1")), "the end of the step: unit h.1 is still gathering"),
+    "updated when it was gathered": (
+        RESIDENT,
+        put(Update("h.1"), Await("h.1")),
+        "unit h.1 was updated already",
+    ),
+    "released although resident": (
+        RESIDENT,
+        lambda steps: (*steps, Release("h.1")),
+        "only Replicate, Update, and the Gather of what was updated",
+    ),
+    "groups not added up": (HYBRID, drop(AllReduce("h.1")), "unit h.1 has not been added up across groups"),
+    "groups added up twice": (HYBRID, put(AllReduce("h.1"), AllReduce("h.2")), "was added up across groups already"),
+    "groups added up after agree": (HYBRID, move(AllReduce("h.1"), Update("root")), "come after Agree"),
+    "groups added up before the unit is reduced": (
+        HYBRID,
+        move(AllReduce("root"), Absorb("root")),
+        r"AllReduce\(unit='root'\): the gradient of unit root is not reduced inside the groups",
+    ),
+    "groups added up between micro-batches": (
+        HYBRID,
+        move(AllReduce("h.2"), Forward("h.2", 1)),
+        r"Reduce\(unit='h.2', add=True\): unit h.2 was added up across groups already",
+    ),
+    "one group added up": (FULL, put(AllReduce("h.1"), Agree()), "full_shard has one group, and nothing to add up"),
     "forward missing": (FULL, drop(Forward("h.1", 0, False)), "the activation of stage h.1, micro-batch 0 and finds"),
     "forward twice": (FULL, put(Forward("h.1", 0, False), Forward("h.1", 0, False)), "did this already"),
     "loss missing": (FULL, drop(HEAD), "it needs the gradient of stage head, micro-batch 0 and finds the activation"),
@@ -138,10 +192,28 @@ BROKEN: dict[str, tuple[Steps, Callable[[Steps], Steps], str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_refused(case: str) -> None:
     steps, damage, message = BROKEN[case]
-    strategy = "full_shard" if steps is FULL else "no_shard"
+    strategy = STRATEGY[steps]
     check(OUTLINE, steps, strategy)
     with pytest.raises(ScheduleError, match=message):
         check(OUTLINE, damage(steps), strategy)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop(Await("h.2.frozen")), "it reads unit h.2.frozen, which is gathering"),
+        (drop(Gather("h.2.frozen")), "unit h.2.frozen is sharded, it must be gathering"),
+        (move(Release("h.2.frozen"), Forward("h.2", 0, False)), "it reads unit h.2.frozen, which is sharded"),
+        (lambda steps: (*steps, Update("h.2.frozen")), "unit h.2.frozen has no gradient"),
+        (put(Backward("h.0", 0), Release("h.0")), "it needs the gradient of stage h.1, micro-batch 0 and finds the"),
+        (swap(Forward("h.0", 0, False), Forward("h.0", 0)), "stage h.0 has no backward, and nothing to keep for one"),
+    ],
+    ids=["awaited", "gathered", "released", "updated", "backward", "kept"],
+)
+def test_frozen_parameters(damage: Callable[[Steps], Steps], message: str) -> None:
+    check(parted(4), FROZEN, "full_shard", 1)
+    with pytest.raises(ScheduleError, match=message):
+        check(parted(4), damage(FROZEN), "full_shard", 1)
 
 
 def test_micro_batches_come_in_order_and_none_is_left_out() -> None:
@@ -169,10 +241,16 @@ def test_the_message_names_the_place() -> None:
     assert str(caught.value).startswith(f"instruction {at}, Forward(stage='h.1', micro=0, keep=False): ")
 
 
-def every_step() -> itertools.chain[tuple[Outline, Settings, Steps]]:
-    settings = [Settings(*one) for one in itertools.product(STRATEGIES, (0, 2), RECOMPUTE, (1, 2))]
-    cases = itertools.product(KINDS.values(), (0, 1, 3), settings)
-    return itertools.chain((kind(blocks), one, build_step(kind(blocks), one)) for kind, blocks, one in cases)
+def every_step() -> Iterator[tuple[Outline, Settings, Steps]]:
+    """Every strategy on every kind of model; two of them with all that changes a schedule beside."""
+    settings = [Settings(*one) for one in itertools.product(("full_shard", "no_shard"), (0, 2), RECOMPUTE, (1, 2))]
+    for kind, blocks, one in itertools.product(KINDS.values(), (0, 1, 3), settings):
+        yield kind(blocks), one, build_step(kind(blocks), one)
+    settings = [Settings(strategy, 1, "block", 2) for strategy in STRATEGIES]
+    settings += [replace(one, accumulate="no_sync") for one in settings]
+    settings += [replace(one, reshard_after_forward=False) for one in settings if not one.resident]
+    for kind, one in itertools.product(KINDS.values(), settings):
+        yield kind(2), one, build_step(kind(2), one)
 
 
 def test_no_instruction_is_superfluous() -> None:
@@ -181,7 +259,7 @@ def test_no_instruction_is_superfluous() -> None:
         for i in range(len(steps)):
             for damaged in (steps[:i] + steps[i + 1 :], steps[: i + 1] + steps[i:]):
                 with pytest.raises(ScheduleError):
-                    check(outline, damaged, settings.strategy)
+                    check(outline, damaged, settings.strategy, settings.micros)
 
 
 def test_what_is_accepted_computes_the_same() -> None:
@@ -189,7 +267,8 @@ def test_what_is_accepted_computes_the_same() -> None:
     draw = random.Random(7)
     accepted = refused = 0
     for outline, settings, steps in every_step():
-        result = wanted(outline, settings.micros)
+        once = settings.accumulate == "no_sync"
+        result = wanted(outline, settings.micros, settings.strategy, once)
         for _ in range(60):
             damaged = list(steps)
             for _ in range(draw.choice((1, 1, 2))):
@@ -204,7 +283,7 @@ def test_what_is_accepted_computes_the_same() -> None:
                 else:
                     damaged[i] = damaged[j]
             try:
-                check(outline, damaged, settings.strategy)
+                check(outline, damaged, settings.strategy, settings.micros)
             except ScheduleError:
                 refused += 1
                 continue

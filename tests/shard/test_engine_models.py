@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,9 @@ from mpishard.nn.head import TiedHead
 from mpishard.nn.model import Model, Stage, Unit
 from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine, StepResult
+from mpishard.shard.instructions import Backward
+from mpishard.shard.schedule import STRATEGIES
+from tests.shard.tallies import elements
 from tests.shard.training import SMALL, Job, Outcome, train
 
 STEPS = 3
@@ -94,6 +96,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "norms and biases": lambda name: "ln" in name or name.endswith("bias"),
     "matrices": lambda name: name.endswith("weight") and "ln" not in name,
     "all but one": lambda name: name != "h.2.mlp.c_fc.weight",
+    "below h.2": lambda name: name.startswith(("wte", "wpe", "h.0.", "h.1.")),
     "all": lambda name: True,
 }
 MODELS: dict[str, Model] = {
@@ -130,7 +133,10 @@ def test_same_bits(name: str) -> None:
     assert reference.losses[-1] < reference.losses[0] or name == "frozen all"
     for ranks, prefetch, recompute in ((3, 0, "none"), (2, 1, "block"), (2, 3, "none")):
         assert outcome(model, ranks, poison=ranks == 2, prefetch=prefetch, recompute=recompute) == reference
-    assert outcome(model, 2, poison=True, strategy="no_shard") == reference
+    for strategy in ("no_shard", "shard_grad_op"):
+        assert outcome(model, 2, poison=True, strategy=strategy) == reference
+    kept = {"prefetch": 1, "reshard_after_forward": False}
+    assert outcome(model, 2, poison=True, **kept) == reference
 
 
 @pytest.mark.parametrize("make", [halves, streamed_root, root_last])
@@ -159,10 +165,11 @@ def named(engine: Engine, kind: str) -> dict[str, Array]:
         part.unit.prefix + slot.name: part.arrays[kind][slot.offset : slot.offset + slot.size].copy()
         for part in engine.state.values()
         for slot in part.layout.slots
+        if kind in part.arrays
     }
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_parameters(which: str, strategy: str) -> None:
     """They keep their values and have no gradient; the others have those of the whole model; the norm is theirs."""
@@ -172,22 +179,76 @@ def test_frozen_parameters(which: str, strategy: str) -> None:
     engine, _ = stepped(model, 0, strategy=strategy)
     start = named(engine, "param")
     for part in engine.state.values():
-        part.arrays["grad"].fill(np.nan)  # nobody may count on what is there
+        if part.trained:
+            part.arrays["grad"].fill(np.nan)  # nobody may count on what is there
     result = engine.step(JOB.feed(0), lr=JOB.lr)
     assert result.updated
     expected, found = named(whole, "grad"), named(engine, "grad")
+    assert found.keys() == named(engine, "exp_avg").keys() == named(engine, "exp_avg_sq").keys()
+    assert found.keys() == {name for name in start if not names(name)}
     squares = 0.0
-    for name in start:
-        if not names(name):
-            assert found[name].tobytes() == expected[name].tobytes(), name
-            squares += float((found[name].astype(np.float64) ** 2).sum())
+    for name, value in found.items():
+        assert value.tobytes() == expected[name].tobytes(), name
+        squares += float((value.astype(np.float64) ** 2).sum())
     assert result.grad_norm == pytest.approx(math.sqrt(squares) / (engine._scale * result.tokens), rel=1e-12)
     engine.step(JOB.feed(1), lr=JOB.lr)
     for name, value in named(engine, "param").items():
         moved = value.tobytes() != start[name].tobytes()
         assert moved != names(name), name
-    for kind, name in itertools.product(("exp_avg", "exp_avg_sq"), filter(names, start)):
-        assert not named(engine, kind)[name].any()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", FROZEN)
+def test_memory_of_frozen_parameters(which: str, kind: str, strategy: str) -> None:
+    """A flat buffer of their own, which has neither gradients nor moments: exact bytes, on two ranks."""
+    ranks, names = 2, FROZEN[which]
+    parts = [
+        [math.prod(spec.shape) for spec in unit.specs if names(unit.prefix + spec.name) == is_frozen]
+        for unit in GPT.units
+        for is_frozen in (False, True)
+    ]
+    totals = [elements(ranks, *sizes) if sizes else 0 for sizes in parts]
+    trained, everything = sum(totals[::2]), sum(totals)
+    shards = 1 if strategy == "no_shard" else ranks
+    job = replace(JOB, micros=2).with_settings(strategy=strategy, group=2 if strategy == "hybrid_shard" else 0)
+    narrow = kind != "float32"
+    resident = strategy in ("no_shard", "shard_grad_op", "shard_optimizer")
+    for held in run(ranks, lambda comm: job.engine(comm, model=frozen(GPT, names), dtype_name=kind).memory()):
+        assert held["gradients"] == 4 * trained // shards
+        assert held["optimizer"] == 8 * trained // shards
+        assert held["masters"] == (4 * everything // shards if narrow else 0)
+        whole = (2 if narrow else 4) * everything
+        assert held["parameters"] == (whole if resident else 0 if narrow else whole // shards)
+
+
+def test_backward_ends_at_the_lowest_stage_that_learns() -> None:
+    """No backward of a stage below runs, and nothing is kept for one."""
+
+    class Noted(NumpyOps):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = self.tables = 0
+
+        def _layernorm_backward(self, *arguments: Any) -> None:
+            self.norms += 1
+            super()._layernorm_backward(*arguments)
+
+        def _embedding_backward(self, *arguments: Any) -> None:
+            self.tables += 1
+            super()._embedding_backward(*arguments)
+
+    seen = {}
+    for name, model in {"whole": GPT, "frozen": frozen(GPT, FROZEN["below h.2"])}.items():
+        ops = Noted()
+        engine = JOB.engine(LocalCommunicator(ops), model=model, optimizer=UNCLIPPED)
+        ops.norms = ops.tables = 0
+        engine.step(JOB.feed(0), lr=JOB.lr)
+        backward = [step.stage for step in engine.schedule if isinstance(step, Backward) and step.micro == 0]
+        seen[name] = backward, ops.norms // JOB.micros, ops.tables // JOB.micros, engine.memory()["saved"]
+    assert seen["whole"][:3] == (["h.3", "h.2", "h.1", "h.0", "embed"], 2 * 4 + 1, 1)
+    assert seen["frozen"][:3] == (["h.3", "h.2"], 2 * 2 + 1, 0)
+    assert seen["frozen"][3] < 0.6 * seen["whole"][3]
 
 
 def test_a_frozen_unit_is_not_reduced() -> None:

@@ -12,13 +12,16 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.base import Communicator
 from mpishard.comm.dry import DryCommunicator
 from mpishard.comm.local import LocalCommunicator
+from mpishard.comm.scratch import transport_scratch
 from mpishard.comm.threads import run
 from mpishard.models.gpt2 import Gpt2
+from mpishard.shard.schedule import STRATEGIES
 from tests.shard.training import SMALL, Job
 
 
 def job_of(ranks: int, strategy: str = "full_shard", sizes: Gpt2 = SMALL, seed: int = 5) -> Job:
-    return Job(sizes, 1, ranks, seed).with_settings(strategy=strategy)
+    group = max(1, ranks // 2) if strategy == "hybrid_shard" and ranks % 2 == 0 else 0
+    return Job(sizes, 1, ranks, seed).with_settings(strategy=strategy, group=group)
 
 
 def held(comm: Communicator, job: Job) -> dict[str, list[tuple[int, Array]]]:
@@ -45,13 +48,13 @@ def gathered(ranks: int, strategy: str, sizes: Gpt2 = SMALL) -> dict[str, Array]
             whole[unit.prefix + spec.name] = np.full(int(np.prod(spec.shape)), np.nan, np.float32)
     for rank in range(ranks):
         ops = NumpyOps()
-        for name, pieces in held(DryCommunicator(rank, ranks, ops, lambda count: 0), job).items():
+        for name, pieces in held(DryCommunicator(rank, ranks, ops, transport_scratch("threads", ranks)), job).items():
             for start, values in pieces:
                 whole[name][start : start + values.size] = values
     return whole
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_equal_on_any_number_of_ranks(ranks: int, strategy: str) -> None:
     """Widths are odd, so shards end inside pairs of normal numbers."""
@@ -69,8 +72,8 @@ def test_the_checksum_names_them(ranks: int) -> None:
         return replace(job_of(ranks, strategy), **changes).engine(comm).checksum()
 
     alone = job_of(1).engine(LocalCommunicator(NumpyOps())).checksum()
-    assert run(ranks, checksum) == [alone] * ranks
-    assert run(ranks, lambda comm: checksum(comm, "no_shard")) == [alone] * ranks
+    for strategy in STRATEGIES:
+        assert run(ranks, lambda comm, strategy=strategy: checksum(comm, strategy)) == [alone] * ranks
     assert alone not in run(ranks, lambda comm: checksum(comm, seed=6))
 
 

@@ -14,7 +14,7 @@ from mpishard.comm.launch import communicator
 from mpishard.errors import ConfigError, EngineError
 from mpishard.models.gpt2 import Gpt2, gpt2
 from mpishard.models.mlp import MlpClassifier, mlp_classifier
-from mpishard.optim import AdamW
+from mpishard.optim import AdamW, LossScale
 from mpishard.shard.engine import Engine
 from mpishard.shard.feed import Batch
 from mpishard.shard.whole import parameter_names
@@ -119,9 +119,28 @@ WRONG = [
     ({"seed": -1}, r"^seed is -1; it must be 0 or more"),
     ({"seed": 2**63}, r"^seed is 9223372036854775808; it must be 0 or more, and below 2\*\*63$"),
     ({"prefetch": -1}, r"^prefetch is -1; it must be 0 or more"),
-    ({"strategy": "zero"}, r"^strategy is 'zero'; it must be one of full_shard, no_shard"),
+    ({"strategy": "zero"}, r"^strategy is 'zero'; it must be one of full_shard, .*hybrid_shard, or zero3, zero2"),
+    ({"strategy": 3}, r"^strategy is 3; it must be one of full_shard"),
+    ({"group": -1}, r"^group is -1; it must be 0 or more"),
+    ({"group": 2}, r"^group is 2 and strategy is 'full_shard'; only hybrid_shard has groups: leave it out, or take"),
+    ({"strategy": "hybrid_shard", "group": 2}, r"^group is 2 and does not divide 3 ranks; use 1 or 3$"),
+    ({"recompute_every": 0}, r"^recompute_every is 0; it must be 1 or more"),
+    ({"recompute_every": 2}, r"^recompute_every is 2 and recompute is 'none'; it chooses among stages: leave it out"),
+    (
+        {"strategy": "zero1", "reshard_after_forward": False},
+        r"^reshard_after_forward is False and strategy is 'shard_optimizer', which gathers nothing for a forward;",
+    ),
+    ({"reshard_after_forward": 0}, r"^reshard_after_forward is 0; it must be True or False$"),
+    ({"accumulate": "sum"}, r"^accumulate is 'sum'; it must be one of reduce, no_sync$"),
+    ({"offload": "disk"}, r"^offload is 'disk'; it must be one of none, optimizer$"),
+    ({"offload": "optimizer"}, r"^offload is 'optimizer' and the device is the CPU, .*; leave it out$"),
+    ({"reduce_dtype": "int8"}, r"^reduce_dtype is 'int8'; it must be one of float32, float64, bfloat16, float16$"),
+    ({"dtype": "float64", "reduce_dtype": "bfloat16"}, r"^gradients of float64 travel in float64 alone"),
+    ({"loss_scale": 1024.0}, r"^loss_scale is 1024\.0; it must be 'dynamic', a LossScale such as LossScale\(65536,"),
+    ({"loss_scale": "fixed"}, r"^loss_scale is 'fixed'; it must be 'dynamic', a LossScale, or None for no scaling$"),
+    ({"loss_scale": LossScale()}, r"^loss_scale is a LossScale and there is no float16 in dtype and reduce_dtype;"),
     ({"recompute": "all"}, r"^recompute is 'all'; it must be one of none, block"),
-    ({"dtype": "int64"}, r"^dtype is 'int64'; it must be one of float32, float64, bfloat16$"),
+    ({"dtype": "int64"}, r"^dtype is 'int64'; it must be one of float32, float64, bfloat16, float16$"),
     ({"micro_batch": 5}, r"^micro_batch 5 does not divide global_batch 12; use 1, 2, 3, 4, 6 or 12$"),
 ]
 
@@ -140,10 +159,58 @@ def test_wrong_arguments_on_every_rank_or_on_one(changes: dict, message: str) ->
         assert len(set(run_threads(3, main, deadline=10))) == 1
 
 
+def test_strategies_by_other_names_give_the_same_bits() -> None:
+    def main(comm: Communicator) -> list[str]:
+        found = []
+        for strategy in ("full_shard", "zero3", "zero2", "zero1", "ddp"):
+            one = engine(comm, model=WIDE, strategy=strategy)
+            one.step(data(), lr=0.05)
+            found.append((one.settings.strategy, one.checksum()))
+        assert len({checksum for _, checksum in found}) == 1
+        return [strategy for strategy, _ in found]
+
+    names = ["full_shard", "full_shard", "shard_grad_op", "shard_optimizer", "no_shard"]
+    assert run_threads(3, main) == [names] * 3
+
+
+def test_more_settings_reach_the_engine() -> None:
+    def main(comm: Communicator) -> None:
+        one = engine(
+            comm, strategy="hybrid_shard", group=1, reshard_after_forward=False, recompute="block", recompute_every=2,
+            accumulate="no_sync", dtype="bf16", reduce_dtype="fp32",
+        )  # fmt: skip
+        settings = one.settings
+        assert (settings.group, settings.reshard_after_forward, settings.recompute_every) == (1, False, 2)
+        assert (settings.accumulate, one.types.kind.name, one.types.wire.name) == ("no_sync", "bfloat16", "float32")
+        assert np.isfinite(one.step(data(), lr=0.05).loss)
+
+    run_threads(3, main)
+
+
+def test_float16_has_a_loss_scale_unless_it_is_not_wanted() -> None:
+    one = engine(dtype="float16")
+    assert one.loss_scale is not None
+    assert one.loss_scale.state() == LossScale().state()
+    assert one.step(data(), lr=0.05).loss_scale == 65536.0
+    assert engine(reduce_dtype="float16").loss_scale is not None
+    assert engine(dtype="float16", loss_scale=None).loss_scale is None
+    assert engine(dtype="bfloat16").loss_scale is None
+    mine = LossScale(2.0**60, every=2)
+    one = engine(dtype="float16", loss_scale=mine)
+    assert one.loss_scale is mine
+    result = one.step(data(), lr=0.05)
+    assert not result.updated
+    assert (result.loss_scale, mine.scale) == (2.0**60, 2.0**59)
+
+
 def test_ranks_that_differ() -> None:
     def main(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match=r"^rank 2 has seed = 1, rank 0 has seed = 0; start all ranks"):
             engine(comm, seed=comm.rank // 2)
+        with pytest.raises(
+            ConfigError, match=r"^rank 2 has loss_scale = LossScale\(2\.0, .*, rank 0 has loss_scale = Lo"
+        ):
+            engine(comm, dtype="float16", loss_scale=LossScale(2.0 if comm.rank == 2 else 4.0))
         one = engine(comm)
         with pytest.raises(ConfigError, match=r"^rank 1 has parameter head\.bias, rank 0 has parameter head\.weight;"):
             one.parameter("head.bias" if comm.rank == 1 else "head.weight")

@@ -21,10 +21,20 @@ BASE = Job()
 #: one axis varied at a time
 VARIED = {
     "no_shard": {"strategy": "no_shard"},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "shard_optimizer": {"strategy": "shard_optimizer"},
+    "one group": {"strategy": "hybrid_shard"},
+    "kept": {"reshard_after_forward": False},
     "prefetch 0": {"prefetch": 0},
     "prefetch 2": {"prefetch": 2},
     "recompute": {"recompute": "block"},
+    "recompute every other": {"recompute": "block", "recompute_every": 2},
 }
+#: strategies that change no bit, as settings of their own
+WAYS: list[dict[str, object]] = [
+    *({"strategy": name} for name in ("full_shard", "no_shard", "shard_grad_op", "shard_optimizer")),
+    {"strategy": "full_shard", "reshard_after_forward": False},
+]
 
 
 @functools.cache
@@ -78,14 +88,15 @@ def test_settings_alone(axis: str) -> None:
 
 @pytest.mark.parametrize("axis", VARIED)
 def test_settings_on_ranks(axis: str) -> None:
-    assert train_threads(3, BASE.with_settings(**VARIED[axis]), STEPS) == [expected()] * 3
+    steps = 20 if axis in ("no_shard", "prefetch 0", "prefetch 2", "recompute") else 8
+    assert train_threads(3, BASE.with_settings(**VARIED[axis]), steps) == [expected(steps=steps)] * 3
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_poison(strategy: str) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_poison(way: dict[str, object]) -> None:
     """Released and not yet arrived memory is NaN, and nothing reads it."""
-    job = replace(BASE, poison=True).with_settings(strategy=strategy, prefetch=2, recompute="block")
-    assert train_threads(2, job, 10) == [expected(steps=10)] * 2
+    job = replace(BASE, poison=True).with_settings(prefetch=2, recompute="block", **way)
+    assert train_threads(2, job, 5) == [expected(steps=5)] * 2
 
 
 def test_another_seed_gives_other_bits() -> None:
@@ -113,13 +124,13 @@ def test_other_models(sizes: Gpt2) -> None:
     assert len({outcome for outcomes in wide for outcome in outcomes}) == 1
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_evaluation_and_prediction(strategy: str) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_evaluation_and_prediction(way: dict[str, object]) -> None:
     """They give one loss and one set of logits on any ranks, and training goes on as if they had not been."""
     sample = np.arange(SMALL.sequence) % SMALL.vocabulary
 
     def body(comm: object) -> tuple[object, ...]:
-        job = BASE.with_settings(strategy=strategy)
+        job = BASE.with_settings(**way)
         engine = job.engine(comm)
         losses = [engine.step(job.feed(0), lr=job.lr).loss]
         before = engine.checksum()
@@ -141,9 +152,8 @@ def test_evaluation_and_prediction(strategy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(
-    ("strategy", "prefetch", "recompute"),
-    list(itertools.product(["full_shard", "no_shard"], [0, 1, 2], ["none", "block"])),
+    ("way", "prefetch", "recompute"), list(itertools.product(WAYS, [0, 1, 2], ["none", "block"])), ids=str
 )
-def test_full_product(ranks: int, strategy: str, prefetch: int, recompute: str) -> None:
-    job = BASE.with_settings(strategy=strategy, prefetch=prefetch, recompute=recompute)
+def test_full_product(ranks: int, way: dict[str, object], prefetch: int, recompute: str) -> None:
+    job = BASE.with_settings(prefetch=prefetch, recompute=recompute, **way)
     assert train_threads(ranks, job, STEPS) == [expected()] * ranks

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mpishard.array.arena import CATEGORIES
 from mpishard.array.numpy_ops import NumpyOps
-from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
 from mpishard.comm.dry import DryCommunicator
 from mpishard.comm.local import LocalCommunicator
+from mpishard.comm.scratch import transport_scratch
 from mpishard.comm.threads import run
 from mpishard.models.gpt2 import Gpt2, gpt2
-from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine, outline_of
-from mpishard.shard.layout import layout
-from mpishard.shard.precision import precision
-from mpishard.shard.schedule import Settings, build_step
-from mpishard.shard.steps import steps_of
+from mpishard.shard.schedule import STRATEGIES, Settings, build_step
 from tests.shard.arrays import memory_of
+from tests.shard.predicted import dry, predicted
 from tests.shard.training import SMALL, Job, train, train_alone
 
-STATE = ("parameters", "gradients", "optimizer")
+STATE = ("parameters", "masters", "gradients", "optimizer")
 ODD = [
     Gpt2(layers=layers, width=width, heads=1, sequence=sequence, vocabulary=vocabulary)
     for layers, width, sequence, vocabulary in [
@@ -40,42 +35,42 @@ ODD = [
 ]
 
 
-def none(count: int) -> int:
-    return 0
-
-
-def all_of(count: int) -> int:
-    return count
-
-
-def planned(job: Job, ranks: int, rank: int = 0, scratch: object = none, **changes: object) -> Engine:
-    """An engine on shapes, of the whole batch."""
-    shapes = ShapeOps(NumpyOps.own_bytes)
-    layouts = {unit.name: layout(unit.specs, ranks) for unit in job.model.units}
-    settings = replace(changes.get("settings", job.settings), micros=job.micros // ranks)
-    steps = steps_of(outline_of(job.model), layouts, settings, precision("float32"), scratch, trained=True)
-    return job.engine(DryCommunicator(rank, ranks, shapes, scratch), shapes, planned=steps, **changes)
-
-
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", ODD, ids=str)
-def test_the_state_is_one_nth(sizes: Gpt2) -> None:
-    """At most 16 KiB of padding a rank and unit: four arrays of 4 bytes times 1024 elements."""
+def test_the_state_is_one_nth(sizes: Gpt2, kind: str) -> None:
+    """16 bytes a parameter, of which each strategy shards its part; at most 16 KiB of padding a rank and unit.
+
+    Four arrays of 4 bytes times 1024 elements. What is whole is padded for all ranks. In 16 bits parameters are there
+    twice: 2 bytes of what is computed with, where that is kept, and masters.
+    """
     model = gpt2(sizes)
-    whole = 16 * model.parameters
+    count, units = model.parameters, len(model.units)
+    narrow = 2 if kind == "bfloat16" else 4
     for ranks in range(1, 9):
         job = Job(sizes, micro_batch=1, micros=ranks)
         for rank in {0, ranks - 1}:
-            held = planned(job, ranks, rank).memory()
+            held = dry(job, rank, ranks, dtype_name=kind).memory()
             state = sum(held[category] for category in STATE)
-            assert whole / ranks <= state <= whole / ranks + 16384 * len(model.units)
-            assert held["parameters"] == held["gradients"] == held["optimizer"] // 2 == state // 4
-            assert held["masters"] == 0
-        replicated = planned(job.with_settings(strategy="no_shard"), ranks).memory()
-        assert whole <= sum(replicated[category] for category in STATE) <= whole + 16384 * len(model.units) * ranks
+            assert 16 * count / ranks <= state <= 16 * count / ranks + 16384 * units
+            params = "masters" if narrow == 2 else "parameters"
+            assert held[params] == held["gradients"] == held["optimizer"] // 2 == state // 4
+        for strategy in ("shard_grad_op", "shard_optimizer", "no_shard"):
+            held = dry(job.with_settings(strategy=strategy), ranks - 1, ranks, dtype_name=kind).memory()
+            copies = 1 if strategy == "no_shard" else ranks
+            whole = 12 * count / copies + narrow * count + (4 * count / copies if narrow == 2 else 0)
+            state = sum(held[category] for category in STATE)
+            assert whole <= state <= whole + 16384 * units * (ranks if strategy == "no_shard" else 2 * ranks)
+            assert held["gathered"] == 0
+            assert held["gradients"] == held["optimizer"] // 2
+        for group in (size for size in range(1, ranks) if ranks % size == 0):
+            other = job.with_settings(strategy="hybrid_shard", group=group)
+            held = dry(other, ranks - 1, ranks, dtype_name=kind).memory()
+            state = sum(held[category] for category in STATE)
+            assert 16 * count / group <= state <= 16 * count / group + 16384 * units * ranks / group
 
 
-def exercised(comm: Communicator, job: Job) -> Engine:
-    engine = job.engine(comm)
+def exercised(comm: Communicator, job: Job, **changes: object) -> Engine:
+    engine = job.engine(comm, **changes)
     for step in range(2):
         engine.step(job.feed(step), lr=job.lr)
     engine.evaluate(job.feed(2))
@@ -83,51 +78,12 @@ def exercised(comm: Communicator, job: Job) -> Engine:
     return engine
 
 
-PLANS = [
-    Job(replace(SMALL, layers=layers, **changes), micro_batch, 6, settings=Settings(strategy, prefetch, recompute))
-    for (layers, changes, micro_batch), (strategy, prefetch, recompute) in zip(
-        itertools.cycle([(4, {}, 2), (1, {"vocabulary": 300}, 3), (0, {}, 1), (3, {"dropout": 0.0, "width": 48}, 1)]),
-        [*itertools.product(["full_shard", "no_shard"], [0, 1, 2], ["none", "block"])] * 3,
-        strict=False,
-    )
-]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_plan_is_what_is_used(ranks: int) -> None:
-    """To the byte, in every category, on every rank; and each stack is used to its end."""
-
-    def body(comm: Communicator, job: Job) -> None:
-        engine = exercised(comm, job)
-        rehearsed = Engine.rehearsed(
-            job.model, comm, comm.ops, AdamW(), engine.settings, micro_batch=job.micro_batch
-        )
-        assert engine.arena.peaks() == rehearsed.arena.peaks()
-        assert engine.memory() == rehearsed.memory()
-        whole = planned(job, comm.size, comm.rank)
-        whole.step(None, lr=0.0)
-        whole.evaluate(None)
-        whole._forward_one(1)
-        assert whole.memory() == engine.memory()
-        assert set(engine.memory()) == set(CATEGORIES)
-
-    for job in PLANS[ranks - 1 :: 3]:
-        run(ranks, lambda comm, job=job: body(comm, job))
-
-
-def test_the_plan_counts_scratch() -> None:
-    """A transport's scratch is staging, and as large as the largest reduction."""
-    job = PLANS[0]
-    without, with_scratch = (planned(job, 3, scratch=scratch) for scratch in (none, all_of))
-    more = {name: with_scratch.memory()[name] - size for name, size in without.memory().items()}
-    assert more == {**dict.fromkeys(CATEGORIES, 0), "staging": 4 * max(f.total for f in without.layouts.values())}
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_the_ledger_is_what_is_allocated(strategy: str) -> None:
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_ledger_is_what_is_allocated(strategy: str, kind: str) -> None:
     """Every array that an engine can reach, but for a few small ones, is in its ledger, and the other way round."""
     job = Job(settings=Settings(strategy, 1, "none"), micros=2)
-    engine = exercised(LocalCommunicator(NumpyOps()), job)
+    engine = exercised(LocalCommunicator(NumpyOps()), job, dtype_name=kind)
     arrays = memory_of(engine)
     large = {address: array for address, array in arrays.items() if array.nbytes >= 1024}
     total = sum(array.nbytes for array in arrays.values())
@@ -136,8 +92,9 @@ def test_the_ledger_is_what_is_allocated(strategy: str) -> None:
     small = total - sum(array.nbytes for array in large.values())
     assert total - padding - small <= ledger <= total
     assert small < 4096  # masks of the attention
+    kept = "parameters" if kind == "float32" else "masters"
     for category, arrays_of_kind in {
-        "parameters": ["param"],
+        kept: ["param"],
         "gradients": ["grad"],
         "optimizer": ["exp_avg", "exp_avg_sq"],
     }.items():
@@ -154,7 +111,8 @@ def test_no_rank_holds_the_whole_model() -> None:
     job = Job(DEEP, micro_batch=1, micros=ranks).with_settings(prefetch=0, recompute="block")
     whole = 4 * job.model.parameters
     ops = NumpyOps()
-    comm = DryCommunicator(3, ranks, ops, none)  # a rank's own part and real memory, without its peers' numbers
+    # A rank's own part and real memory, without its peers' numbers.
+    comm = DryCommunicator(3, ranks, ops, transport_scratch("threads", ranks))
     tracemalloc.start()
     try:
         engine = job.engine(comm)
@@ -200,3 +158,4 @@ def test_a_schedule_that_needs_other_memory_than_the_settings() -> None:
         steps = build_step(outline_of(job.model), settings)
         engine = job.with_settings(**given).engine(LocalCommunicator(NumpyOps()), schedule=steps)
         assert train(engine, job, 2) == expected
+        assert predicted(engine, "local", schedule=steps).held == engine.memory()

@@ -107,9 +107,14 @@ def test_micro_batches_that_repeat_the_one_before_are_told_in_a_line(strategy: s
 def test_each_instruction_has_a_meaning_and_a_legend_has_those_that_occur() -> None:
     kinds = {name for name in instructions.__all__ if name in str(instructions.Instruction).split(" | ")}
     assert {kind.__name__ for kind in MEANINGS} == kinds
-    assert len(kinds) == 14
+    assert len(kinds) == 15
     names = [name for name, _ in legend(build_step(tied(2), Settings("no_shard")))]
     assert names == ["Forward", "Loss", "Backward", "Reduce", "Absorb", "Agree", "Replicate", "Update"]
+    for strategy in STRATEGIES:
+        schedule = build_step(tied(2), Settings(strategy))
+        names = [name for name, _ in legend(schedule)]
+        assert ("AllReduce" in names) == (strategy == "hybrid_shard")
+        assert sorted(names) == sorted({type(step).__name__ for step in schedule})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

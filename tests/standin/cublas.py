@@ -53,12 +53,12 @@ CUBLAS_GEMM_DEFAULT, CUBLAS_GEMM_DEFAULT_TENSOR_OP = -1, 99
 CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC, CUBLAS_COMPUTE_32F_FAST_TF32 = 68, 69, 77
 CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC = 70, 71
 
-_F32, _F64, _BF16 = 0, 1, 14
-_ITEM = {_F32: 4, _F64: 8, _BF16: 2}
+_F32, _F64, _F16, _BF16 = 0, 1, 2, 14
+_ITEM = {_F32: 4, _F64: 8, _F16: 2, _BF16: 2}
 #: (compute type, type of A and B, type of C)
 _OFFERED = (
     {(compute, _F32, _F32) for compute in (68, 69, 77)}
-    | {(compute, _BF16, c) for compute in (68, 69) for c in (_BF16, _F32)}
+    | {(compute, half, c) for compute in (68, 69) for half in (_BF16, _F16) for c in (half, _F32)}
     | {(compute, _F64, _F64) for compute in (70, 71)}
 )
 
@@ -210,4 +210,4 @@ def _host_type(kind: int) -> Any:
         from ml_dtypes import bfloat16
 
         return bfloat16
-    return np.float32 if kind == _F32 else np.float64
+    return {_F32: np.float32, _F64: np.float64, _F16: np.float16}[kind]

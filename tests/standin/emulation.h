@@ -279,6 +279,36 @@ To same_bits(From value) {
 inline unsigned __float_as_uint(float x) { return emulation::same_bits<unsigned>(x); }
 inline float __uint_as_float(unsigned x) { return emulation::same_bits<float>(x); }
 inline long long __double_as_longlong(double x) { return emulation::same_bits<long long>(x); }
+
+// What common.cuh has the processor convert, from and to the bits of float16, bit by bit.
+inline float float_of_half(unsigned short bits) {
+    unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, digits = bits & 0x3ff;
+    if (exponent == 31) return __uint_as_float(sign | (digits ? 0x7fc00000 | digits << 13 : 0x7f800000));
+    if (exponent > 0) return __uint_as_float(sign | (exponent + 112) << 23 | digits << 13);
+    float magnitude = (float)digits * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+}
+inline unsigned short half_of(float value) {
+    unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return 0x7fff;                           // NaN, as the processor writes it
+    if (magnitude >= 0x477ff000) return (unsigned short)(sign | 0x7c00);  // 65520
+    if (magnitude < 0x38800000) {                                        // 2**-14
+        // The last place of 0.5 is 2**-24, the unit of small numbers: the addition rounds.
+        unsigned units = __float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000;
+        return (unsigned short)(sign | units);
+    }
+    magnitude -= 112u << 23;
+    return (unsigned short)(sign | (magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+inline unsigned short half_of(double value) {
+    // By way of a float that is cut off, with its last bit set where anything was lost: it is on the same side of every
+    // tie as the double.
+    float near = (float)value;
+    unsigned bits = __float_as_uint(near);
+    if (near != value && value == value) bits = (fabs((double)near) > fabs(value) ? bits - 1 : bits) | 1;
+    return half_of(__uint_as_float(bits));
+}
+
 inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     return (unsigned long long)((unsigned __int128)x * y >> 64);
 }

@@ -36,7 +36,7 @@ def _types(options: tuple[str, ...]) -> dict[str, Any]:
     """Return the NumPy type of each type name in the kernels' text."""
     from ml_dtypes import bfloat16
 
-    types: dict[str, Any] = {**_TYPES, "bf16": bfloat16}
+    types: dict[str, Any] = {**_TYPES, "bf16": bfloat16, "fp16": np.float16}
     macros = dict(option[2:].partition("=")[::2] for option in options if option.startswith("-D"))
     element = macros.get("ELEMENT", "float")
     types["T"] = types[element]

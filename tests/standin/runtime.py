@@ -19,9 +19,11 @@ __all__ = [
     "CUDARuntimeError",
     "driverGetVersion",
     "free",
+    "freeHost",
     "getDevice",
     "getDeviceCount",
     "getDeviceProperties",
+    "hostAlloc",
     "malloc",
     "memcpy2DAsync",
     "memcpyAsync",
@@ -62,15 +64,36 @@ def malloc(size: int) -> int:
 
 
 def free(ptr: int) -> None:
+    _free(ptr, "device")
+
+
+def _free(ptr: int, kind: str) -> None:
     machine = here()
     if address(ptr) == 0:
         return
     block = machine.memory.at(address(ptr))
-    if block is None or block.address != ptr or block.kind != "device":
+    if block is None or block.address != ptr or block.kind != kind:
         raise CUDARuntimeError(1)
     if machine.trace is not None:
         machine.trace.freed(block)
     machine.memory.free(block)
+
+
+def hostAlloc(size: int, flags: int) -> int:  # noqa: N802
+    if whole(flags):
+        raise DeviceFault(f"hostAlloc with flags {flags}: the stand-in offers 0")
+    machine = here()
+    block = machine.memory.allocate("pinned", count(size), -1)
+    if block is None:
+        raise CUDARuntimeError(2)
+    if machine.trace is not None:
+        machine.trace.allocated(block)
+    return block.address
+
+
+def freeHost(ptr: int) -> None:  # noqa: N802
+    """Unlike the real one it waits for nothing: who frees has to."""
+    _free(ptr, "pinned")
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: N802

@@ -157,6 +157,31 @@ def test_one_text_is_built_by_several_at_once() -> None:
     paths[0].unlink()
 
 
+def test_float16_is_converted_as_by_the_processor() -> None:
+    """Every number there is, and all ties between two of them with what lies beside, in float32 and in float64."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    wide = np.empty(halves.size, np.float32)
+    with np.errstate(all="ignore"):
+        cast(halves, wide)
+        assert np.array_equal(wide, halves.astype(np.float32), equal_nan=True)
+        assert (np.signbit(wide) == np.signbit(halves)).all()
+        sorted_ones = np.sort(halves[np.isfinite(halves)].astype(np.float64))
+        ties = np.concatenate([(sorted_ones[1:] + sorted_ones[:-1]) / 2, [65520.0, -65520.0, 1e-30, 1e300, np.inf]])
+        for kind in (np.float32, np.float64):
+            near = ties.astype(kind)
+            for x in (near, np.nextafter(near, kind(np.inf)), np.nextafter(near, kind(-np.inf)), -near[:1] * 0, wide):
+                found, x = np.empty(x.size, np.float16), x.astype(kind)
+                cast(x, found)
+                numbers = ~np.isnan(x)
+                assert found[numbers].tobytes() == x.astype(np.float16)[numbers].tobytes()
+                assert (found[~numbers].view(np.uint16) == 0x7FFF).all()
+
+
+def cast(x: np.ndarray, out: np.ndarray) -> None:
+    library = emulate.library("copies.cu", x.dtype.name, out.dtype.name)
+    library.launch("copy_cast", 8, 256, [pointer(x), pointer(out), np.int64(x.size)])
+
+
 def test_every_compiler_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = layernorm(emulate.library("rows.cu", "float32", "float32"), 1)
     code, options = kernels.source("rows.cu"), kernels.options("float32", "float32")

@@ -7,9 +7,9 @@ from mpishard.array.dtypes import DTYPES
 from tests.standin import DeviceFault, installed
 from tests.standin.small import device_array, fetched, put
 
-BF16 = DTYPES["bfloat16"]
+BF16, F16 = DTYPES["bfloat16"], DTYPES["float16"]
 #: NumPy's type -> (of CUDA, that it is computed in)
-KINDS = {np.dtype(np.float32): (0, 68), np.dtype(np.float64): (1, 70), BF16: (14, 68)}
+KINDS = {np.dtype(np.float32): (0, 68), np.dtype(np.float64): (1, 70), BF16: (14, 68), F16: (2, 68)}
 
 
 @pytest.fixture
@@ -69,10 +69,11 @@ def test_batches_of_views_and_sums(stream):
     assert np.allclose(found, 2 * heads.reshape(6, 4, 8).swapaxes(0, 1) @ other + 3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("out", [BF16, np.dtype(np.float32)])
-def test_bfloat16_is_added_in_float32_and_rounded_once(stream, out):
-    random = np.random.default_rng(2)
-    a, b = random.standard_normal((5, 300)).astype(BF16), random.standard_normal((300, 7)).astype(BF16)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", [BF16, F16])
+def test_sixteen_bits_are_added_in_float32_and_rounded_once(stream, kind, wide):
+    random, out = np.random.default_rng(2), np.dtype(np.float32) if wide else kind
+    a, b = random.standard_normal((5, 300)).astype(kind), random.standard_normal((300, 7)).astype(kind)
     found = product(stream, put(a, stream), put(b, stream), device_array(35, out).reshape(5, 7))
     assert found.dtype == out
     assert np.array_equal(found, (a.astype(np.float32) @ b.astype(np.float32)).astype(out))
@@ -93,7 +94,7 @@ def test_what_cublas_refuses(stream):
     call(handle)
     for wrong, problem in (
         ({"lead": 3}, "INVALID_VALUE"), ({"n": -1}, "INVALID_VALUE"), ({"compute": 70}, "NOT_SUPPORTED"),
-        ({"kind": 2}, "NOT_SUPPORTED"),
+        ({"kind": 3}, "NOT_SUPPORTED"), ({"kind": 2, "compute": 64}, "NOT_SUPPORTED"),
     ):  # fmt: skip
         with pytest.raises(cublas.CUBLASError, match=problem):
             call(handle, **wrong)

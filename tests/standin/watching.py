@@ -5,6 +5,8 @@
 - ``Pump.submit`` hands over to ``Pump._post``, ``Flight.end`` to ``Pump.finish`` (mpishard/comm/pump.py).
 - ``Transfers._copy`` and ``Transfers._receive`` (mpishard/array/cupy_host.py) tell what the host writes and reads in
   their pinned slots.
+- Operations on NumPy arrays tell what they read and write, where these are in pinned memory; so do ``host_like`` and
+  ``fetch`` (of such an array: itself) for who asks, and ``Transfers.upload`` for its source.
 - ``MPI.COMM_WORLD``, ``MPI.COMM_SELF`` and ``MPI.Request`` of mpi4py are replaced by subclasses that record
   (messages.py); communicators duplicated or split from them record too.
 
@@ -22,6 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
 from tests.standin.trace import path
 
 __all__ = ["patched", "watched"]
@@ -37,6 +41,8 @@ def watched(trace: Any) -> Iterator[None]:
         _threads(trace, stack)
         stack.enter_context(_when_imported("mpishard.comm.pump", lambda module: _pump(trace, module, stack)))
         stack.enter_context(_when_imported("mpishard.array.cupy_host", lambda module: _transfers(trace, module, stack)))
+        stack.enter_context(_when_imported("mpishard.array.ops", lambda module: _host_arrays(trace, module, stack)))
+        stack.enter_context(_when_imported("mpishard.array.cupy_launch", lambda module: _fetches(trace, module, stack)))
         stack.enter_context(_when_imported("mpi4py.MPI", lambda module: _mpi(trace, module, stack)))
         yield
 
@@ -133,8 +139,64 @@ def _transfers(trace: Any, module: Any, stack: ExitStack) -> None:
 
         return call
 
+    def upload(before: Any) -> Any:
+        @functools.wraps(before)
+        def call(transfers: Any, host: Any, x: Any) -> None:
+            trace.host_access(host, False)
+            before(transfers, host, x)
+
+        return call
+
     patched(stack, module.Transfers, "_copy", copy)
+    patched(stack, module.Transfers, "upload", upload)
     patched(stack, module.Transfers, "_receive", receive)
+
+
+#: operation -> (places of arrays that it reads, of one that it writes), for those used on arrays that are offloaded
+_OPERATIONS = {"copy": ((0,), 1), "fill": ((), 0), "normal": ((), 0), "fingerprint": ((0,), -1)}
+
+
+def _host_arrays(trace: Any, module: Any, stack: ExitStack) -> None:
+    def told(name: str, before: Any) -> Any:
+        reads, written = _OPERATIONS[name]
+
+        @functools.wraps(before)
+        def call(ops: Any, *args: Any) -> Any:
+            result = before(ops, *args)
+            for place in reads:
+                _tell(trace, args[place], False)
+            if written >= 0:
+                _tell(trace, args[written], True)
+            return result
+
+        return call
+
+    for name in _OPERATIONS:
+        patched(stack, module.Ops, name, functools.partial(told, name))
+    patched(stack, module.Backend, "host_like", functools.partial(_given, trace, True))
+    patched(stack, module.Backend, "fetch", functools.partial(_given, trace, False))
+
+
+def _fetches(trace: Any, module: Any, stack: ExitStack) -> None:
+    patched(stack, module.CupyLaunch, "fetch", functools.partial(_given, trace, False))
+
+
+def _given(trace: Any, write: bool, before: Any) -> Any:
+    """Wrap what returns its argument itself where that is host memory, for the caller to read or write."""
+
+    @functools.wraps(before)
+    def call(ops: Any, x: Any) -> Any:
+        found = before(ops, x)
+        if found is x:
+            _tell(trace, x, write)
+        return found
+
+    return call
+
+
+def _tell(trace: Any, array: Any, write: bool) -> None:
+    if type(array) is np.ndarray:
+        trace.host_access(array, write)
 
 
 def _mpi(trace: Any, module: Any, stack: ExitStack) -> None:

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from mpishard.nn import Layer, LinearHead, Model, ParamSpec, Stage, Unit
+from mpishard.nn import Layer, LinearHead, Mlp, Model, ParamSpec, Stage, Unit
 
 CALLS = itertools.count()
 
@@ -214,6 +214,14 @@ class ForgetsRowsOfY(Scale):
         if ctx.kept.category == "saved":
             ops.gelu(before, y)
         return x, before
+
+
+class StopsAtWhatIsFrozen(Mlp):
+    """Two parameters that are frozen together take the gradient of x with them; one alone, or all four, do not."""
+
+    def backward(self, ops, ctx, params, grads, saved, dy, dx):
+        frozen = [name.removeprefix("mlp.c_fc.") for name, target in grads.items() if target is None]
+        super().backward(ops, ctx, params, grads, saved, dy, None if frozen == ["weight", "bias"] else dx)
 
 
 class KnowsTheRank(Scale):

@@ -49,6 +49,12 @@ def test_a_broken_layer(layer, message) -> None:
         check_layer(layer, (4, 5))
 
 
+def test_a_layer_that_is_wrong_where_certain_parameters_are_frozen_together() -> None:
+    message = r"^freezing mlp\.c_fc\.weight, mlp\.c_fc\.bias .* changes the bits of the gradient of x$"
+    with pytest.raises(ContractError, match=message):
+        check_layer(lambda: broken.StopsAtWhatIsFrozen("mlp", 5, 3), (4, 5))
+
+
 def test_a_layer_that_reads_parameters_in_backward_and_is_said_not_to() -> None:
     with pytest.raises(ContractError, match=r"^backward reads the parameter weight, and was said to read none"):
         check_layer(Scale, (4, 5), reads=False)
@@ -102,8 +108,8 @@ def test_a_communicator_is_checked_whole() -> None:
 class Unordered(LocalCommunicator):
     """Writes what it must add."""
 
-    def _bind_reduce_scatter(self, full, out, scratch, tally, nbytes):
-        made = super()._bind_reduce_scatter(full, out, scratch, tally, nbytes)
+    def _bind_reduce_scatter(self, *arguments):
+        made = super()._bind_reduce_scatter(*arguments)
         launch, made._launch = made._launch, lambda add: launch(False)
         return made
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mpishard.errors import ShapeError
-from mpishard.nn import Layer, LinearHead, Model, Stage, Unit
+from mpishard.nn import Layer, LinearHead, Model, Stage, freeze
 from mpishard.testing import ContractError, check_layer, check_loss, check_model
 from tests.testing import slips
 from tests.testing.broken_layers import Scale, model_of
@@ -68,12 +68,8 @@ def with_head(head: type[LinearHead]) -> Model:
 
 
 def frozen() -> Model:
-    """The first layer frozen, which the layer does not expect."""
-    model, layer = model_of(Scale()), slips.ForgetsFrozen()
-    first = Unit("first", "first.", tuple(replace(spec, trainable=False) for spec in layer.param_specs()))
-    return replace(
-        model, units=(first, *model.units[1:]), stages=(Stage("first", layer, ("first",), ()), *model.stages[1:])
-    )
+    """A frozen layer that does not expect it, above one that is trained."""
+    return freeze(model_of(slips.ForgetsFrozen()), ["body.*"])
 
 
 MODELS = [
@@ -81,7 +77,7 @@ MODELS = [
     (lambda: model_of(slips.Misfits()), r"^forward of stage first fails \(ShapeError: multiply was given"),
     (lambda: model_of(slips.ReturnsNothing()), r"^backward of stage body fails \(TypeError: cannot unpack"),
     (lambda: with_head(slips.HeadCannotPredict), r"^predict of stage head asks for params\['wieght'\], "),
-    (frozen, r"^backward of stage first where dx is None and grads\['weight'\] is None fails \(TypeError: "),
+    (frozen, r"^backward of stage body where grads\['weight'\] is None fails \(TypeError: "),
 ]
 
 

@@ -1,30 +1,31 @@
 import os
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from mpishard.errors import ConfigError
+from mpishard.shard.schedule import ALIASES, STRATEGIES
 from mpishard.train.config import (
     check_ranks,
     dump_toml,
     expectation,
     load,
-    presets,
     sections,
 )
 from mpishard.train.sections import Config, DataConfig, ModelConfig
 
 KEYS = {
     "model": "layers width heads sequence positions vocabulary dropout gelu attention_block head_chunk init_std"
-    " init_from",
+    " init_from frozen",
     "data": "train heldout epochs",
     "optim": "lr lr_min warmup beta1 beta2 eps decay clip",
-    "shard": "strategy prefetch recompute",
-    "precision": "compute tf32",
+    "shard": "strategy group prefetch reshard_after_forward recompute recompute_every accumulate offload",
+    "precision": "compute reduce tf32 loss_scale scale scale_every",
     "device": "kind share",
     "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
     "checkpoint": "every keep final",
-    "comm": "transport silence",
+    "comm": "transport sums silence",
     "debug": "poison",
 }
 
@@ -114,32 +115,6 @@ def test_the_dump_names_every_key():
     assert [line.split(" = ")[0] for line in text.splitlines() if " = " in line] == " ".join(KEYS.values()).split()
 
 
-# --- presets
-
-
-def test_the_presets_are_pinned_and_described():
-    assert set(presets()) == {"demo", "tiny", "gpt2-124m", "gpt2-355m", "gpt2-774m", "gpt2-1.5b"}
-    assert all(len(text) > 20 and not text.startswith("[") for text in presets().values())
-
-
-@pytest.mark.parametrize(
-    ("name", "millions"), [("gpt2-124m", 124.4), ("gpt2-355m", 354.8), ("gpt2-774m", 774.0), ("gpt2-1.5b", 1557.6)]
-)
-def test_the_gpt2_presets_have_the_published_number_of_parameters(name, millions):
-    model = load(preset=name).model
-    block = 12 * model.width**2 + 13 * model.width
-    total = model.layers * block + (model.vocabulary + model.sequence + 2) * model.width
-    assert round(total / 1e6, 1) == millions
-    assert model.width // model.heads == 64
-
-
-@pytest.mark.parametrize("name", ["demo", "tiny"])
-def test_the_small_presets_share_a_step_among_few_ranks(name):
-    config = load(preset=name)
-    for size in (1, 2, 4):
-        check_ranks(config, size)
-
-
 # --- what is said of mistakes
 
 
@@ -159,7 +134,50 @@ def test_the_small_presets_share_a_step_among_few_ranks(name):
         ("debug.poison=yes", 'debug.poison is "yes" in --set; it must be true or false'),
         ("debug.poison=1", "debug.poison is 1 in --set; it must be true or false"),
         ("data.train=5", "data.train is 5 in --set; it must be text"),
-        ("shard.strategy=full", 'shard.strategy is "full" in --set; it must be full_shard or no_shard'),
+        (
+            "shard.strategy=full",
+            'shard.strategy is "full" in --set; it must be full_shard, shard_grad_op, shard_optimizer, no_shard or '
+            "hybrid_shard",
+        ),
+        ("shard.strategy=3", "shard.strategy is 3 in --set; it must be full_shard, shard_grad_op, shard_optimizer, "
+         "no_shard or hybrid_shard"),
+        ("shard.group=-1", "shard.group is -1 in --set; it must be a whole number, at least 0 and at most 100000000"),
+        (
+            "shard.group=2",
+            "shard.group is 2 and shard.strategy is full_shard; only hybrid_shard has groups: leave shard.group out, "
+            "or set shard.strategy to hybrid_shard",
+        ),
+        (
+            "shard.recompute_every=2",
+            "shard.recompute_every is 2 and shard.recompute is none; it chooses among blocks: leave it out, or set "
+            "shard.recompute to block",
+        ),
+        (
+            "shard.recompute_every=0",
+            "shard.recompute_every is 0 in --set; it must be a whole number, at least 1 and at most 10000",
+        ),
+        ("shard.offload=disk", 'shard.offload is "disk" in --set; it must be none or optimizer'),
+        ("shard.accumulate=sum", 'shard.accumulate is "sum" in --set; it must be reduce or no_sync'),
+        ("precision.compute=fp8", 'precision.compute is "fp8" in --set; it must be fp32, bf16 or fp16'),
+        ("precision.reduce=fp64", 'precision.reduce is "fp64" in --set; it must be same, fp32, bf16 or fp16'),
+        ("precision.scale=0", "precision.scale is 0.0; it must be a power of two from 2**-24 to 2**64, such as 65536"),
+        ("precision.scale=nan", "precision.scale is nan in --set; it must be a number"),
+        (
+            "precision.scale=1024",
+            "precision.scale is 1024.0 and precision.compute is fp32; only fp16 needs a loss scale: leave it out, or "
+            "set precision.compute to fp16",
+        ),
+        (
+            "precision.loss_scale=fixed",
+            "precision.loss_scale is fixed and precision.compute is fp32; only fp16 needs a loss scale: leave it out, "
+            "or set precision.compute to fp16",
+        ),
+        (
+            "precision.scale_every=3",
+            "precision.scale_every is 3 and precision.compute is fp32; only fp16 needs a loss scale: leave it out, or "
+            "set precision.compute to fp16",
+        ),
+        ("comm.sums=tree", 'comm.sums is "tree" in --set; it must be flat or by_node'),
         ("comm.transport=rdma", 'comm.transport is "rdma" in --set; it must be auto, mpi, staged, nccl or local'),
         ("train.steps=1\nseed=2", 'train.steps is "1\\nseed=2" in --set; it must be a whole number, at least 1'),
         (
@@ -214,6 +232,77 @@ def test_several_wrong_settings_are_counted():
     assert said("train.steps=0", "train.seed=-1", "debug.poison=2").endswith("at least 1; 2 more settings are wrong")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["shard.strategy=no_shard", "shard.reshard_after_forward=false"],
+            "shard.reshard_after_forward is false and shard.strategy is no_shard, which gathers nothing for a forward; "
+            "leave it out, or set shard.strategy to full_shard",
+        ),
+        (
+            ["shard.recompute=attention", "shard.recompute_every=2"],
+            "shard.recompute_every is 2 and shard.recompute is attention; it chooses among blocks: leave it out, or "
+            "set shard.recompute to block",
+        ),
+        (
+            ["shard.strategy=hybrid_shard", "comm.sums=by_node"],
+            "comm.sums is by_node and shard.strategy is hybrid_shard, which adds up by its groups anyway; leave "
+            "comm.sums out",
+        ),
+        (
+            ["shard.offload=optimizer", "device.kind=cpu"],
+            "shard.offload is optimizer and device.kind is cpu, where all memory is the host's; leave shard.offload "
+            "out, or compute on a GPU",
+        ),
+        (
+            ["precision.compute=fp16", "precision.scale=3"],
+            "precision.scale is 3.0; it must be a power of two from 2**-24 to 2**64, such as 65536",
+        ),
+        (
+            ["precision.compute=fp16", "precision.loss_scale=fixed", "precision.scale=0"],
+            "precision.scale is 0.0; it must be a power of two from 2**-24 to 2**64, such as 65536",
+        ),
+        (
+            ["precision.compute=fp16", "precision.loss_scale=fixed", "precision.scale_every=3"],
+            "precision.scale_every is 3 and precision.loss_scale is fixed; a fixed scale never moves: leave "
+            "scale_every out, or set precision.loss_scale to dynamic",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_told_in_one_line(overrides, message):
+    assert said(*overrides) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["shard.strategy=hybrid_shard", "shard.group=4", "shard.reshard_after_forward=false"],
+        ["shard.reshard_after_forward=false"],
+        ["shard.recompute=block", "shard.recompute_every=3"],
+        ["shard.accumulate=no_sync", "shard.strategy=ddp"],
+        ["precision.compute=fp16", "precision.loss_scale=fixed", "precision.scale=1"],
+        ["precision.reduce=fp16", "precision.scale=8", "precision.scale_every=100"],
+        ["shard.offload=optimizer"],
+    ],
+)
+def test_settings_that_fit_together(overrides):
+    load(overrides=overrides)
+
+
+@pytest.mark.parametrize(("alias", "name"), sorted(ALIASES.items()))
+def test_a_strategy_by_another_name_has_its_own(tmp_path, alias, name):
+    config = load(overrides=[f"shard.strategy={alias}"])
+    assert config.shard.strategy == name
+    assert f'strategy = "{name}"' in dump_toml(config)
+    assert config == load(overrides=[f"shard.strategy={name}"])
+
+
+def test_the_strategies_are_the_engines():
+    (choices,) = [get_args(sections()["shard"].model_fields["strategy"].annotation)]
+    assert choices == STRATEGIES
+
+
 def test_a_vocabulary_of_ones_own_may_be_small():
     assert load(overrides=["model.vocabulary=5", "data.train=x", "data.heldout=y"]).model.vocabulary == 5
 
@@ -237,7 +326,7 @@ def test_the_file_is_named_in_what_is_said_of_it(tmp_path):
 def test_an_unknown_preset_is_named_with_the_known_ones():
     assert said(preset="dmeo") == (
         "there is no preset 'dmeo', did you mean demo?; "
-        "there are demo, gpt2-1.5b, gpt2-124m, gpt2-355m, gpt2-774m, tiny"
+        "there are demo, gpt-7b, gpt2-1.5b, gpt2-124m, gpt2-355m, gpt2-774m, gpt3-175b, tiny"
     )
 
 

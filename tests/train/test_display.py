@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from mpishard.shard.results import StepResult
-from mpishard.train.display import curve_table, duration, memory_table, progress_line, size
+from mpishard.train.display import curve_table, duration, memory_table, power, progress_line, size
 from mpishard.train.sample import sample
 
 
@@ -31,10 +31,29 @@ def test_units_are_readable():
     assert [duration(s) for s in (0.4, 59, 60, 3599, 90061)] == ["0s", "59s", "1m00s", "59m59s", "25h01m"]
 
 
+def result(loss, updated, loss_scale=1.0):
+    return StepResult(4, loss, 8, loss, 0.1, updated, True, False, loss_scale, {})
+
+
 def test_a_skipped_update_is_told():
-    result = StepResult(4, math.nan, 8, math.nan, 0.1, False, True, False, {})
-    assert "update skipped: the gradient is not finite" in progress_line(result, 9, 10.0, 1000, 5.0)
-    assert "skipped" not in progress_line(StepResult(4, 1.0, 8, 1.0, 0.1, True, True, False, {}), 9, 10.0, 1000, 5.0)
+    line = progress_line(result(math.nan, False), 9, 10.0, 1000, 5.0)
+    assert line.endswith("  update skipped: the gradient is not finite")
+    assert "skipped" not in progress_line(result(1.0, True), 9, 10.0, 1000, 5.0)
+
+
+def test_the_loss_scale_is_told_where_there_is_one():
+    line = progress_line(result(1.0, True, 65536.0), 9, 10.0, 1000, 5.0, 131072.0)
+    assert "  lr 1.00e-01  scale 65536        10 tokens/s" in line
+    assert "now" not in line
+    line = progress_line(result(math.inf, False, 2.0**-3), 9, 10.0, 1000, 5.0, 2.0**-4)
+    assert "scale 2**-3 " in line
+    assert line.endswith("  update skipped: the gradient is not finite (loss scale now 2**-4)")
+    assert "scale" not in progress_line(result(1.0, True), 9, 10.0, 1000, 5.0)
+
+
+def test_powers_of_two_are_short():
+    found = [power(2.0**exponent) for exponent in (-24, -1, 0, 16, 30, 31, 64)]
+    assert found == ["2**-24", "2**-1", "1", "65536", "1073741824", "2**31", "2**64"]
 
 
 def test_the_memory_table_shows_the_first_ranks_and_the_largest():

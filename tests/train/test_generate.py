@@ -81,10 +81,10 @@ def test_a_window_of_the_positions_slides(run):
 def test_no_optimiser_state_is_held(run):
     from mpishard.models.gpt2 import gpt2
     from mpishard.shard.schedule import Settings
-    from mpishard.train.room import planned_memory
+    from mpishard.train.room import planned
 
     model = gpt2(Gpt2(2, 32, 2, 16, 256))
-    held = planned_memory(model, LocalCommunicator(NumpyOps()), None, Settings(), 1)
+    held = planned(model, LocalCommunicator(NumpyOps()), None, Settings(), 1).held
     assert held["optimizer"] == held["gradients"] == held["unreduced"] == held["saved"] == 0
     assert held["parameters"] > 0
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 
@@ -78,6 +79,123 @@ def test_runs_on_any_number_of_ranks_give_the_same_numbers(tmp_path, files):
         assert other["heldout_loss"] == report["heldout_loss"]
         assert len(other["bytes"]) == ranks
         assert other["bytes"][0]["optimizer"] < report["bytes"][0]["optimizer"]
+
+
+SETTINGS = {
+    "zero3": [],
+    "zero2": ["shard.prefetch=0"],
+    "zero1": ["shard.recompute=attention"],
+    "ddp": ["shard.recompute=block", "shard.recompute_every=2"],
+    "full_shard": ["shard.reshard_after_forward=false", "precision.reduce=fp32"],
+}
+
+
+@pytest.mark.parametrize("strategy", SETTINGS)
+def test_every_strategy_gives_the_same_run(tmp_path, files, strategy):
+    plain = train(tmp_path / "plain", files)[1]
+    _, report = train(tmp_path / "run", files, f"shard.strategy={strategy}", *SETTINGS[strategy], ranks=2)
+    assert report["checksum"] == plain["checksum"]
+    assert report["heldout_loss"] == plain["heldout_loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["shard.strategy=hybrid_shard", "shard.group=2"],
+        ["shard.strategy=hybrid_shard", "precision.compute=bf16"],
+        ["shard.accumulate=no_sync", "train.micro_batch=1", "train.global_batch=8"],
+        ["comm.sums=by_node"],
+    ],
+    ids=["groups of two", "groups of a node", "no_sync", "by_node"],
+)
+def test_sums_in_another_order_are_nearly_the_same_run(tmp_path, files, settings):
+    same = [setting for setting in settings if setting.startswith(("train.", "precision."))]
+    lines, _ = train(tmp_path / "plain", files, *same)
+    others, _ = train(tmp_path / "run", files, *settings, ranks=4)
+    relative = 1e-2 if "precision.compute=bf16" in settings else 1e-5
+    assert [line["loss"] for line in others] == pytest.approx([line["loss"] for line in lines], rel=relative)
+
+
+def test_the_first_line_says_what_shapes_the_run(tmp_path, files, capsys):
+    train(
+        tmp_path / "run", files, "shard.strategy=hybrid_shard", "shard.group=1", "shard.reshard_after_forward=false",
+        "shard.recompute=block", "shard.recompute_every=2", "shard.accumulate=no_sync", "precision.compute=bf16",
+        "precision.reduce=fp32", "model.frozen=wpe.*", ranks=2,
+    )  # fmt: skip
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.endswith(
+        "2 ranks (threads), hybrid_shard in groups of 1, prefetch 1, kept until backward, recompute block (1 in 2), "
+        "no_sync, bf16, reduced in fp32, frozen wpe.*"
+    )
+    train(tmp_path / "other", files, "comm.sums=by_node")
+    assert capsys.readouterr().out.splitlines()[0].endswith(", fp32, sums by node")
+
+
+def test_a_loss_scale_comes_down_is_told_and_noted(tmp_path, files, capsys):
+    options = ["precision.compute=fp16", "precision.scale=536870912", "precision.scale_every=2", "train.log_every=1"]
+    lines, report = train(tmp_path / "run", files, *options, "train.steps=20")
+    skipped = [line for line in lines if not line["updated"]]
+    assert 1 < len(skipped) < 20
+    assert lines[0]["loss_scale"] == 2.0**29
+    good = 0
+    for before, line in itertools.pairwise(lines):
+        good = good + 1 if before["updated"] else 0
+        factor = 0.5 if not before["updated"] else 2.0 if good == 2 else 1.0
+        good %= 2
+        assert line["loss_scale"] == factor * before["loss_scale"]
+    assert report["updates"] == 20 - len(skipped)
+    out = capsys.readouterr().out
+    assert "scale 536870912 " in out
+    assert "update skipped: the gradient is not finite (loss scale now 268435456)" in out
+    assert f"{len(skipped)} updates were skipped for the loss scale, which is " in out
+    assert "diverged" not in out
+    again, other = train(tmp_path / "two", files, *options, "train.steps=20", ranks=2)
+    assert other["checksum"] == report["checksum"]
+    assert [line["loss_scale"] for line in again] == [line["loss_scale"] for line in lines]
+
+
+def test_a_fixed_loss_scale_stays_and_its_remedy_is_told(tmp_path, files, capsys):
+    options = ["precision.compute=fp16", "precision.loss_scale=fixed"]
+    lines, _ = train(tmp_path / "run", files, *options, "precision.scale=1024")
+    assert {(line["loss_scale"], line["updated"]) for line in lines} == {(1024.0, True)}
+    lines, _ = train(tmp_path / "large", files, *options, "precision.scale=1099511627776")
+    assert {(line["loss_scale"], line["updated"]) for line in lines} == {(2.0**40, False)}
+    assert '6 updates were skipped for the loss scale, which is 2**40 now; try precision.loss_scale = "dynamic"' in (
+        capsys.readouterr().out
+    )
+
+
+def test_without_fp16_there_is_no_loss_scale(tmp_path, files):
+    lines, _ = train(tmp_path / "run", files, "precision.compute=bf16", "train.steps=1")
+    assert "loss_scale" not in lines[0]
+    lines, _ = train(tmp_path / "wire", files, "precision.reduce=fp16", "train.steps=1")
+    assert lines[0]["loss_scale"] == 65536.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_memory_report_is_made_at_the_end(tmp_path, files, capsys, ranks):
+    told = []
+
+    def reporter(folder, engine, forecast):
+        assert [moment.name for moment in engine.ledger.moments] == [moment.name for moment in forecast.moments]
+        told.append((engine.comm.rank, folder))
+        return ["a report"]
+
+    config = load(None, None, [*SMALL, *files])
+    run_threads(ranks, lambda comm: start.run(config, tmp_path / "run", comm, reporter=reporter))
+    assert sorted(told) == [(rank, None if rank else tmp_path / "run") for rank in range(ranks)]
+    assert capsys.readouterr().out.count("a report\n") == 1
+
+
+def test_offload_without_a_device_is_refused_on_all_ranks(tmp_path, files):
+    with pytest.raises(ConfigError, match=r"shard\.offload is optimizer and the device is the CPU"):
+        train(tmp_path / "run", files, "shard.offload=optimizer", ranks=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_group_that_does_not_divide_the_ranks_is_refused_on_all(tmp_path, files):
+    with pytest.raises(ConfigError, match=r"shard\.group is 3 and does not divide 4 ranks; set shard\.group to 1, 2"):
+        train(tmp_path / "run", files, "shard.strategy=hybrid_shard", "shard.group=3", ranks=4)
 
 
 def test_another_seed_is_another_run(tmp_path, files):

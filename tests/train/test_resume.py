@@ -188,3 +188,90 @@ def test_a_run_begins_with_given_weights(tmp_path, files, straight):
     assert numbers(results[0][0]) == numbers(results[1][0])
     assert results[0][1]["checksum"] == results[1][1]["checksum"]
     assert results[0][0][0]["loss"] != straight[0][0]["loss"]
+
+
+SCALED = ["precision.compute=fp16", "precision.scale=536870912", "precision.scale_every=2", "train.steps=12"]
+
+
+def scales(lines):
+    return [(record["loss_scale"], record["updated"]) for record in lines]
+
+
+def test_the_loss_scale_goes_on_where_it_was(tmp_path, files):
+    straight, expected = begin(tmp_path / "straight", files, *SCALED)
+    assert len(set(scales(straight))) > 3
+    for stop_at in (2, 7):
+        run = tmp_path / str(stop_at)
+        begin(run, files, *SCALED, ranks=2, stop_at=stop_at)
+        lines, report = go_on(run, ranks=3)
+        assert scales(lines) == scales(straight)
+        assert report["checksum"] == expected["checksum"]
+
+
+def test_a_loss_scale_that_is_given_anew_begins_anew(tmp_path, files, capsys):
+    begin(tmp_path / "run", files, *SCALED, stop_at=5)
+    capsys.readouterr()
+    lines, _ = go_on(tmp_path / "run", "precision.scale=4")
+    assert [scale for scale, _ in scales(lines)[6:9]] == [4.0, 4.0, 8.0]
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("changed")] == [
+        "changed: precision.scale = 4.0 (was 536870912.0)"
+    ]
+
+
+def test_a_run_that_scales_from_now_on_begins_with_its_own_scale(tmp_path, files):
+    begin(tmp_path / "run", files, stop_at=3)
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json"
+    assert "loss_scale" not in json.loads(manifest.read_text())
+    lines, _ = go_on(tmp_path / "run", "precision.compute=fp16", "precision.scale=256", stop_at=5)
+    assert [record.get("loss_scale") for record in lines] == [None] * 4 + [256.0] * 2
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json"
+    assert json.loads(manifest.read_text())["loss_scale"] == {"scale": 256.0, "good": 2}
+    lines, _ = go_on(tmp_path / "run", "precision.compute=fp32", "precision.scale=65536.0")
+    assert [record.get("loss_scale") for record in lines] == [None] * 4 + [256.0] * 2 + [None] * 3
+
+
+def test_settings_that_a_version_did_not_know_are_no_change(tmp_path, files, capsys):
+    begin(tmp_path / "run", files, stop_at=3)
+    resumed = Resumed.find(tmp_path / "run")
+    older = {section: dict(entries) for section, entries in resumed.settings.items()}
+    for section, key in (("shard", "group"), ("precision", "scale"), ("comm", "sums"), ("model", "frozen")):
+        del older[section][key]
+    resumed.settings = older
+    assert resumed.changes(load(None, None, (), older)) == []
+
+
+def test_on_other_strategies_and_in_groups(tmp_path, files, straight):
+    begin(tmp_path / "run", files, "shard.strategy=zero2", ranks=2, stop_at=1)
+    go_on(tmp_path / "run", "shard.strategy=zero1", "shard.recompute=attention", ranks=3, stop_at=4)
+    go_on(tmp_path / "run", "shard.strategy=hybrid_shard", "shard.group=1", "shard.recompute=none", ranks=1, stop_at=6)
+    lines, report = go_on(tmp_path / "run", "shard.strategy=ddp", "shard.group=0", ranks=2)
+    assert numbers(lines) == numbers(straight[0])
+    assert report["checksum"] == straight[1]["checksum"]
+
+
+def test_frozen_parameters_stay_and_may_be_trained_later(tmp_path, files):
+    from safetensors.numpy import load_file
+
+    frozen = "model.frozen=wte.*, h.0.*"
+    names = ("transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight")
+    straight, expected = begin(tmp_path / "straight", files, frozen)
+    begin(tmp_path / "run", files, frozen, ranks=2, stop_at=4)
+    first = load_file(tmp_path / "run" / "checkpoints" / "step-00000005" / "model.safetensors")
+    lines, report = go_on(tmp_path / "run", ranks=3)
+    assert numbers(lines) == numbers(straight)
+    assert report["checksum"] == expected["checksum"]
+    folder = tmp_path / "run" / "checkpoints" / "step-00000009"
+    model, moments = (load_file(folder / f"{name}.safetensors") for name in ("model", "exp_avg_sq"))
+    for name in names:
+        assert (model[name] == first[name]).all()
+        assert name not in moments
+    assert moments["transformer.h.1.mlp.c_fc.weight"].all()
+    assert (model["transformer.h.1.mlp.c_fc.weight"] != first["transformer.h.1.mlp.c_fc.weight"]).any()
+    go_on(tmp_path / "run", "model.frozen=", "train.steps=11", ranks=2, stop_at=9)
+    later = load_file(tmp_path / "run" / "checkpoints" / "step-00000010" / "model.safetensors")
+    assert all((model[name] != later[name]).any() for name in names)
+    # and back: what was trained in between keeps its value, and its moments are not read
+    lines, _ = go_on(tmp_path / "run", frozen, ranks=2)
+    last = load_file(tmp_path / "run" / "checkpoints" / "step-00000011" / "model.safetensors")
+    assert all((last[name] == later[name]).all() for name in names)

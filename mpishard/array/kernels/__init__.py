@@ -26,8 +26,8 @@ __all__ = ["BLOCK", "FILES", "KERNELS", "Kernel", "Parameter", "options", "parse
 BLOCK = 256
 FILES = ("copies.cu", "elementwise.cu", "rows.cu", "embedding.cu", "shards.cu")
 
-_MACROS = {"float32": "float", "float64": "double", "bfloat16": "bf16"}
-_GRADIENTS = (("float32", "float32"), ("float64", "float64"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
+_MACROS = {"float32": "float", "float64": "double", "bfloat16": "bf16", "float16": "fp16"}
+_GRADIENTS = tuple((name, name) for name in _MACROS) + (("bfloat16", "float32"), ("float16", "float32"))
 _PAIRS = {
     "copies.cu": tuple((x, out) for x in _MACROS for out in _MACROS),
     "elementwise.cu": _GRADIENTS,

@@ -1,7 +1,7 @@
 // What all kernels share: element types, conversions, places in arrays, sums within a block.
 //
 // The text of this file stands before that of each kernel file. The macros ELEMENT and GRADIENT come from the options
-// of the compiler (kernels/__init__.py) and name float, double or bf16. Every operation reads its operands, computes in
+// of the compiler (kernels/__init__.py) and name float, double, fp16 or bf16. Every operation reads its operands, computes in
 // A and rounds once, when it stores. Every launch has BLOCK threads a block.
 
 typedef long long i64;
@@ -20,6 +20,30 @@ struct bf16 {
     unsigned short bits;
 };
 
+// float16 of IEEE 754-2008. The processor converts; a compiler for another one brings these three functions along.
+struct fp16 {
+    unsigned short bits;
+};
+
+#ifdef __CUDACC__
+__device__ inline float float_of_half(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ inline unsigned short half_of(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+__device__ inline unsigned short half_of(double value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(value));
+    return bits;
+}
+#endif
+
+__device__ inline float load(const fp16* x) { return float_of_half(x->bits); }
 __device__ inline float load(const bf16* x) { return __uint_as_float((u32)x->bits << 16); }
 __device__ inline float load(const float* x) { return *x; }
 __device__ inline double load(const double* x) { return *x; }
@@ -27,6 +51,10 @@ __device__ inline double load(const double* x) { return *x; }
 __device__ inline void store(double* out, double value) { *out = value; }
 __device__ inline void store(float* out, float value) { *out = value; }
 __device__ inline void store(float* out, double value) { *out = (float)value; }
+
+// To the nearest, ties to even; infinite from 65520 on.
+__device__ inline void store(fp16* out, float value) { out->bits = half_of(value); }
+__device__ inline void store(fp16* out, double value) { out->bits = half_of(value); }
 
 // To the nearest, ties to even: the carry of the addition is the rounding. NaN is kept apart, lest it carry away.
 __device__ inline void store(bf16* out, float value) {

@@ -6,13 +6,18 @@ extern "C" __global__ void accumulate(const T* block, A* out, i64 n, int add) {
 }
 
 // out (+)= block 0 + block 1 + ..., one after another; block q is blocks + q * n, but for q == own_index it is own.
-extern "C" __global__ void ordered_sum(const T* blocks, const T* own, A* out, i64 n, i64 count, i64 own_index,
-                                       int add) {
+// Every ``bracket`` blocks (count is a multiple) are summed by themselves first, and their sums are what is added.
+extern "C" __global__ void ordered_sum(const T* blocks, const T* own, A* out, i64 n, i64 count, i64 own_index, int add,
+                                       i64 bracket) {
     for (i64 i = first_index(); i < n; i += index_stride()) {
         A total = add ? out[i] : (A)0;
-        for (i64 q = 0; q < count; q++) {
-            A value = load(q == own_index ? own + i : blocks + q * n + i);
-            total = q == 0 && !add ? value : total + value;  // 0 + -0.0 would lose a sign
+        for (i64 first = 0; first < count; first += bracket) {
+            A sum = (A)0;
+            for (i64 q = first; q < first + bracket; q++) {
+                A value = load(q == own_index ? own + i : blocks + q * n + i);
+                sum = q == first ? value : sum + value;  // 0 + -0.0 would lose a sign
+            }
+            total = first == 0 && !add ? sum : total + sum;
         }
         out[i] = total;
     }
@@ -138,6 +143,7 @@ extern "C" __global__ void adamw_cast(A* param, const A* grad, A* exp_avg, A* ex
 
 // --- checksums
 
+__device__ inline u64 bits_of(fp16 x) { return x.bits; }
 __device__ inline u64 bits_of(bf16 x) { return x.bits; }
 __device__ inline u64 bits_of(float x) { return __float_as_uint(x); }
 __device__ inline u64 bits_of(double x) {

@@ -29,7 +29,7 @@ from mpishard.nn.norm import LayerNorm
 __all__ = ["LAYERS", "check"]
 
 #: Of the norm of a gradient, from the CPU's in the same type; and of a directional derivative in float64.
-BOUND = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2}
+BOUND = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 DERIVATIVE = 1e-7
 STEP = 2e-5  # of differences of the fourth order
 SCALE = 0.25  # of a loss

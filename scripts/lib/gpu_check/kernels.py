@@ -32,7 +32,7 @@ def check(task: Task, report: Report) -> None:
     while sizes["N"] > 1024 and ops.room < 40 * sizes["N"] * sizes["C"] * 4:
         sizes = {name: n // 2 if name in "NHLP" else n for name, n in sizes.items()}
     clock = Clock(ops)
-    for kind in ("bfloat16", "float32"):
+    for kind in ("bfloat16", "float16", "float32"):
         table = report.table(
             f"Kernels in {kind}",
             *("kernel", "on", "microseconds", "GB/s", "fraction of copy"),
@@ -56,7 +56,7 @@ def _elementwise(ops: Any, sizes: dict[str, int], kind: str) -> Iterator[Row]:
     dtype = DTYPES[kind]
     x, y, out = (device_array(ops, (n, c), dtype, normal_values()) for _ in range(3))
     row = device_array(ops, (c,), dtype, normal_values())
-    other = DTYPES["float32" if kind == "bfloat16" else "bfloat16"]
+    other = DTYPES["bfloat16" if kind == "float32" else "float32"]
     cast = device_array(ops, (n, c), other)
     on, size = _on(n, c), x.nbytes
     draw = Draw(1, 2, 3, 0)

@@ -10,8 +10,10 @@ from gpu_check.report import Task
 from mpishard.comm.local import LocalCommunicator
 from mpishard.models.gpt2 import Gpt2, gpt2
 from mpishard.optim.adamw import AdamW
-from mpishard.shard.engine import Engine
+from mpishard.shard.forecast import forecast
+from mpishard.shard.precision import precision
 from mpishard.shard.schedule import Settings
+from mpishard.shard.world import World
 
 __all__ = [
     "ATTENTION_BLOCKS",
@@ -55,12 +57,11 @@ def flops_a_token(sizes: Gpt2) -> float:
 
 def micro_batch(task: Task, name: str, kind: str, ops: Any) -> tuple[int, int]:
     """Return (the largest micro-batch that memory holds, the bytes of the plan), or (0, the bytes of the smallest)."""
-    sizes, nbytes = sizes_of(task, name), 0
+    model, settings, nbytes = gpt2(sizes_of(task, name)), Settings(), 0
+    types, states, world = precision(kind, ""), AdamW().states, World.of(LocalCommunicator(ops), settings, None)
     for micro in task.size(MODELS[name][1], (2, 1)):
-        plan = Engine.rehearsed(
-            gpt2(sizes), LocalCommunicator(ops), ops, AdamW(), Settings(), micro_batch=micro, dtype_name=kind
-        )
-        nbytes = sum(plan.memory().values())
+        found = forecast(model, states, settings, types, world, micro_batch=micro, ops_bytes=ops.own_bytes)
+        nbytes = found.total
         if nbytes + task.size(_SLACK, 0) <= ops.room:
             return micro, nbytes
     return 0, nbytes

@@ -76,7 +76,8 @@ def _training(task: Task, ops: Any, report: Report) -> None:
     from mpishard.comm.threads import run as run_threads
 
     steps = task.size(10, 2)
-    wanted = {kind: tiny.run(ops, LocalCommunicator(ops), kind, steps, task.small) for kind in ("float32", "bfloat16")}
+    kinds = ("float32", "bfloat16", "float16")
+    wanted = {kind: tiny.run(ops, LocalCommunicator(ops), kind, steps, task.small) for kind in kinds}
     table = report.table(f"{steps} steps over NCCL", "ranks", "type", "last loss", "same bits as one rank without")
     gpus = runtime.getDeviceCount()
     for ranks in [1] + [n for n in (4, 2) if n <= gpus][:1]:

@@ -19,11 +19,12 @@ from mpishard.array.numpy_ops import NumpyOps
 __all__ = ["check", "op_cases"]
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = ("float32", "float64", "bfloat16")
+KINDS = ("float32", "float64", "bfloat16", "float16")
 #: Of the accumulator's type, times the length of the case's sums, times its largest value.
 BOUND = {"float32": 2e-6, "float64": 2e-14}
-#: Two results that are rounded to bfloat16 may fall to neighbours: a whole unit of the last place.
-UNIT = 2.0**-7
+#: Two results that are rounded to 16 bits may fall to neighbours: a whole unit of the last place, relative to a number
+#: that is not below the second one.
+UNITS = {"bfloat16": (2.0**-7, 0.0), "float16": (2.0**-10, 2.0**-14)}
 #: Operations of one rounding, or of a defined order of roundings: the same bits as NumPy.
 SAME_BITS = {
     *("add", "adamw", "copy", "dropout", "embedding", "embedding_backward", "exact_sum", "fill"),
@@ -56,8 +57,8 @@ def check(task: Task, report: Report) -> None:
     table = report.table(
         "Operations on the GPU beside NumPy's",
         *("operation", "runs", "same bits", *(f"error/bound {kind}" for kind in KINDS)),
-        note=f"Bounds: {BOUND['float32']:g} for float32 (and sums of bfloat16), {BOUND['float64']:g} for float64, of "
-        "the largest value and more for long sums, as in the tests; a bfloat16 result may be one unit of its last "
+        note=f"Bounds: {BOUND['float32']:g} for float32 (and sums of 16 bits), {BOUND['float64']:g} for float64, of "
+        "the largest value and more for long sums, as in the tests; a 16-bit result may be one unit of its last "
         f"place away. These must have NumPy's bits: {', '.join(sorted(SAME_BITS))}.",
     )
     for name in sorted({case.op for case in cases}):
@@ -81,7 +82,7 @@ def check(task: Task, report: Report) -> None:
 
 def _types(case: Any) -> list[tuple[str, bool]]:
     kinds = [(kind, False) for kind in KINDS if kind in case.kinds]
-    return kinds + [("bfloat16", True)] * bool(case.either and "bfloat16" in case.kinds)
+    return kinds + [(kind, True) for kind in UNITS if case.either and kind in case.kinds]
 
 
 def _arguments(case: Any, kind: str, wide: bool) -> dict[str, Any]:
@@ -94,9 +95,6 @@ def _arguments(case: Any, kind: str, wide: bool) -> dict[str, Any]:
 
 def offered(name: str, arguments: dict[str, Any]) -> bool:
     """Whether the GPU has kernels for the types of a case."""
-    half = DTYPES["float16"]
-    if any(array.dtype == half for array in _flat(arguments).values()):
-        return False
     if name == "ordered_sum":
         return all(accumulator(block.dtype) == arguments["out"].dtype for block in arguments["blocks"])
     if name == "adamw" and arguments["cast"] is not None:
@@ -136,7 +134,8 @@ def _compare(ops: Any, case: Any, arguments: dict[str, Any], kind: str) -> tuple
         if np.isnan(ours[counts]).any():
             return float("inf"), False, f"{name} has NaN"
         limit = BOUND[accumulator(DTYPES[kind]).name] * case.loose * max(1.0, abs(wide[counts]).max(initial=0.0))
-        limits = limit + (UNIT * (abs(wide) + abs(rounded)) if want.dtype == DTYPES["bfloat16"] else 0 * wide)
+        unit, least = UNITS.get(want.dtype.name, (0.0, 0.0))
+        limits = limit + unit * np.maximum(abs(wide) + abs(rounded), least)
         worst = max(worst, float((abs(ours - wide) / limits)[counts].max(initial=0.0)))
         # Zero has two signs, which compare equal, and an accumulator without rounding many ways to write one sum.
         same = same and bool((ours == wide)[counts].all())

@@ -35,14 +35,14 @@ class Part:
 #: In the order in which they run: results first, then figures. All of them are expected to fit into six minutes.
 PARTS = (
     Part("machine", "the GPU, the driver, versions of what is installed", "", "machine", 3, 60),
-    Part("operations", "every operation in float32, float64 and bfloat16 against NumPy", "", "operations", 15, 120),
-    Part("gradients", "gradients of each layer: along directions, and against the CPU's", "", "gradients", 10, 60),
-    Part("training", "50 steps in fp32 and bf16 against the CPU; twice with the same bits", "", "training", 15, 90),
+    Part("operations", "every operation in each element type against NumPy", "", "operations", 20, 120),
+    Part("gradients", "gradients of each layer: along directions, and against the CPU's", "", "gradients", 12, 60),
+    Part("training", "50 steps in fp32, bf16 and fp16 against the CPU; again, same bits", "", "training", 22, 120),
     Part("steps", "memory taken, waits and launches of a step", "", "steps", 5, 40),
     Part("nccl", "NCCL's calls and training over it, on one rank and on all GPUs", "NCCL", "nccl_check", 8, 60),
     Part("mpi", "two MPI ranks sharing the GPU, same bits as one", "mpi4py, an MPI library, mpiexec", "ranks", 10, 90),
     Part("rates", "copy bandwidth and matrix rate of this GPU", "", "rates", 5, 40),
-    Part("kernels", "each kernel's fraction of the copy bandwidth", "", "kernels", 10, 60),
+    Part("kernels", "each kernel's fraction of the copy bandwidth", "", "kernels", 14, 60),
     Part("gpt2-124m", "tokens/s and utilisation of GPT-2 124M, bf16 and fp32", "", "gpt2", 12, 90, "gpt2-124m"),
     Part("torch-124m", "the same model in PyTorch", "PyTorch with CUDA", "torch_gpt2", 12, 60, "gpt2-124m"),
     Part("gpt2-1.5b", "tokens/s and utilisation of GPT-2 1.5B, bf16 and fp32", "", "gpt2", 20, 120, "gpt2-1.5b"),

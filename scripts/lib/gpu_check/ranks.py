@@ -139,7 +139,7 @@ def as_rank(transport: str, device: int, steps: int, small: bool, out: Path) -> 
     comm.close()
 
 
-_KINDS = ("float32", "bfloat16")
+_KINDS = ("float32", "bfloat16", "float16")
 
 
 def _write(out: Path, comm: Any, runs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from mpishard.array.dtypes import DTYPES
 
 __all__ = ["PEAKS", "check", "copy_bandwidth", "matrix_rate", "normal_values", "peak", "rates"]
 
-#: Multiply-adds count as two: (dense bfloat16 with fp32 sums, fp32 without tensor cores) in 10**12 a second, by the
-#: vendor's data sheets. The longest name that begins the device's is taken.
+#: Multiply-adds count as two: (dense bfloat16 or float16 with fp32 sums, fp32 without tensor cores) in 10**12 a second,
+#: by the vendor's data sheets. The longest name that begins the device's is taken.
 PEAKS = {
     "NVIDIA A100": (312.0, 19.5),
     "NVIDIA B200": (2250.0, 75.0),
@@ -27,13 +27,13 @@ PEAKS = {
     "NVIDIA L4": (121.0, 30.3),
     "NVIDIA L40S": (362.0, 91.6),
 }
-KINDS = ("bfloat16", "float32")
+KINDS = ("bfloat16", "float16", "float32")
 
 
 def peak(name: str, kind: str) -> float | None:
     """Return the vendor's peak in operations a second; None for a device that is not in the table."""
     known = max((n for n in PEAKS if name == n or name.startswith((f"{n} ", f"{n}-"))), key=len, default=None)
-    return None if known is None else PEAKS[known][KINDS.index(kind)] * 1e12
+    return None if known is None else PEAKS[known][kind == "float32"] * 1e12
 
 
 def normal_values(count: int = 1 << 16) -> np.ndarray:
@@ -50,7 +50,7 @@ def copy_bandwidth(ops: Any, nbytes: int) -> float:
 def matrix_rate(ops: Any, kind: str, size: int) -> float:
     """Return operations a second of a product of two square matrices."""
     a, b, out = (device_array(ops, (size, size), DTYPES[kind], normal_values(65521)) for _ in range(3))
-    return 2 * size**3 / Clock(ops).best(lambda: ops.matmul(a, b, out), 10 if kind == "bfloat16" else 2, 4)
+    return 2 * size**3 / Clock(ops).best(lambda: ops.matmul(a, b, out), 2 if kind == "float32" else 10, 4)
 
 
 def rates(task: Task, ops: Any) -> dict[str, float]:

@@ -67,7 +67,7 @@ def check(task: Task, report: Report) -> None:
         "the GPU before and after, which other programs change too.",
     )
     steps, vocabulary = task.size(6, 2), tiny.sizes_of(task.small).vocabulary
-    for kind in ("float32", "bfloat16"):
+    for kind in ("float32", "bfloat16", "float16"):
         for strategy in ("full_shard", "no_shard"):
             with watched() as counts:
                 ops = CupyOps(task.device)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpishard.models.gpt2 import Gpt2, gpt2
+from mpishard.optim import LossScale
 from mpishard.optim.adamw import AdamW
 from mpishard.shard.engine import Engine
 from mpishard.shard.schedule import Settings
@@ -20,6 +21,8 @@ _SMALL = Gpt2(layers=2, width=12, heads=3, sequence=9, vocabulary=61, dropout=0.
 #: Samples of a step, each a micro-batch: as many ranks as that can share them.
 BATCH = 4
 LR = 1e-3
+#: Of float16: small enough that no step is skipped, for a loss must be compared with one of the same parameters.
+SCALE = 1024.0
 
 
 class Run(NamedTuple):
@@ -61,6 +64,7 @@ def engine(ops: Any, comm: Any, kind: str, small: bool, strategy: str = "full_sh
         global_batch=BATCH,
         seed=11,
         dtype_name=kind,
+        loss_scale=LossScale(SCALE) if kind == "float16" else None,
     )
 
 

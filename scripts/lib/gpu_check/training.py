@@ -11,7 +11,7 @@ from mpishard.comm.local import LocalCommunicator
 __all__ = ["check"]
 
 #: Relative, of the losses of every step
-BOUND = {"float32": 1e-4, "bfloat16": 2e-2}
+BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 
 
 def check(task: Task, report: Report) -> None:
