@@ -136,6 +136,11 @@ def planned(
     if parameters:
         overrides, assumed = _assume(parameters, overrides)
     config = load(config_file, preset, overrides)
+    if config.comm.transport == "local" and max(counts) > 1:
+        raise ConfigError(
+            f"comm.transport is local, which is one rank alone, and --ranks is {asked.ranks}; leave it at auto, or "
+            "plan --ranks 1"
+        )
     # Without a batch of its own a number of parameters is planned with one micro-batch a rank.
     batch = 0 if alone else config.train.global_batch
     job = Job(
@@ -167,6 +172,7 @@ def planned(
 def _assume(parameters: int, overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return settings of a model of about so many parameters, under those given, and the sizes assumed."""
     from mpishard.plan.assume import SOURCE, assumed_sizes
+    from mpishard.plan.planner import MOST_SAMPLES
     from mpishard.train.config import load
 
     given = {key.strip(): value for key, _, value in (override.partition("=") for override in overrides)}
@@ -174,7 +180,8 @@ def _assume(parameters: int, overrides: Sequence[str]) -> tuple[list[str], dict[
         raise ConfigError(f"--params and {follow} were given, which both say how large the model is; leave one out")
     usual = assumed_sizes(parameters)
     micro_batch = given.get("train.micro_batch", "1").strip()
-    micro_batch = micro_batch if micro_batch.isdecimal() else "1"  # what is no number is refused with the others
+    if not (micro_batch.isascii() and micro_batch.isdecimal() and 1 <= int(micro_batch[:9]) <= MOST_SAMPLES):
+        micro_batch = "1"  # what cannot be is refused with the others
     first = [f"model.sequence={usual.sequence}", f"model.vocabulary={usual.vocabulary}"]
     first += [f"train.micro_batch={micro_batch}", f"train.global_batch={micro_batch}"]
     model = load(None, None, [*first, *overrides]).model

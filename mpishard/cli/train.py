@@ -171,7 +171,8 @@ def _run(
     config, resumed, _ = loaded
     comm = start(config.comm.transport, config.device.kind, share=config.device.share, tf32=config.precision.tf32)
     with ending_all(comm):
-        same_on_all_ranks(comm, settings_text(config, resumed))
+        asked = f"--memory-report {'given' if reporter is not None else 'not given'}"
+        same_on_all_ranks(comm, [*settings_text(config, resumed), asked])
         if config.comm.transport == "local" and comm.size > 1:
             raise ConfigError(
                 f"{comm.size} processes were launched and comm.transport is local, which is one rank alone; "
@@ -214,6 +215,12 @@ def _run_alone(
         with contextlib.suppress(OSError):
             directory.rmdir()
         raise
+    except OSError as error:
+        if error.filename is None or Path(error.filename).parent != directory:
+            raise
+        raise ConfigError(
+            f"{error.filename}: cannot be written ({error.strerror}); make room, or choose another --run-dir"
+        ) from None
     return 0
 
 

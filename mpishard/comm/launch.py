@@ -141,7 +141,7 @@ def communicator(
         ConfigError: ``comm`` is none of these, or None in one of several processes; on all ranks, when the transport
             does not fit the device, or two ranks use one GPU.
     """
-    if transport not in TRANSPORTS:
+    if transport not in TRANSPORTS and not _several(comm):  # several tell each other, in connect
         raise ConfigError(f"transport {transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
     if isinstance(comm, Communicator):
         if transport != "auto":
@@ -174,6 +174,15 @@ def communicator(
     if comm.Get_size() == 1 and transport in ("auto", "local"):
         return LocalCommunicator(made(make_ops, environment_local_rank()))
     return connect(comm, make_ops, transport, share_device=share_device)
+
+
+def _several(comm: object) -> bool:
+    """Return whether ``comm`` is an intracommunicator of more than one rank."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI
+
+    return isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL and comm.Get_size() > 1
 
 
 def leave_together(comm: Communicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
@@ -67,6 +68,8 @@ def _attempt(action: Callable[[], _Result]) -> tuple[tuple[_Result] | None, str]
     except ConfigError as error:
         return None, str(error) or "refused"
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            return None, f"{error.strerror}; raise the limit of this process's memory (ulimit -v), or use less of it"
         where = f"{error.filename}: " if error.filename is not None else ""
         return None, f"{where}{error.strerror or error}; choose a place that can be read and written"
 

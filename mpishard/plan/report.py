@@ -141,10 +141,18 @@ def plan_model(
     Raises:
         ConfigError: a number, name or group cannot be.
     """
-    numbers = {"micro_batch": micro_batch, "node": node}
-    for name, value in [*numbers.items(), *(("ranks", count) for count in ranks), ("global_batch", global_batch)]:
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "global_batch"):
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+    if not isinstance(model, Model):
+        raise ConfigError(f"model is a {type(model).__name__}; give a Model, such as gpt2(sizes) returns")
+    for name, some in (("ranks", ranks), ("strategies", strategies)):
+        if not isinstance(some, tuple | list | range):
+            raise ConfigError(f"{name} is {some!r}; it must be a list, such as [{some!r}]")
+    numbers: list[tuple[str, object]] = [("micro_batch", micro_batch), ("node", node)]
+    numbers += [("ranks", count) for count in ranks] + [("global_batch", global_batch)]
+    numbers += [(f"devices[{name!r}]", nbytes) for name, nbytes in devices.items()]
+    for name, value in numbers:
+        least = int(name != "global_batch")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number, {least} or more")
     if not ranks:
         raise ConfigError("there are no ranks to plan for; give numbers of them, as in ranks=[8, 64]")
     job = Job(

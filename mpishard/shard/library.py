@@ -26,6 +26,8 @@ __all__ = ["full_shard"]
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 _OFFLOAD = ("none", "optimizer")
+#: arrays and files that are not an optimiser's
+_TAKEN = frozenset(("param", "grad", "cast", "resident", "model"))
 #: the command line's words for them
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -97,11 +99,11 @@ def full_shard(
     def make_ops(local_rank: int | None) -> Ops:
         return operations(device, local_rank)
 
-    dtype, reduce_dtype = _SHORT.get(dtype, dtype), _SHORT.get(reduce_dtype, reduce_dtype)
+    # What is no text waits for the other ranks to hear of it.
+    dtype, reduce_dtype = (_SHORT.get(word, word) if isinstance(word, str) else word for word in (dtype, reduce_dtype))
     strategy = canonical(strategy) if isinstance(strategy, str) else strategy
-    if isinstance(comm, Communicator) and device != "auto":
-        raise ConfigError(f"device is {device!r} and comm is a Communicator, which brings its own; leave it out")
-    ranks = communicator(comm, make_ops, transport)
+    given_ranks = isinstance(comm, Communicator)
+    ranks = comm if isinstance(comm, Communicator) else communicator(comm, make_ops, transport)
     numbers = {
         "global_batch": global_batch,
         "micro_batch": micro_batch,
@@ -123,10 +125,13 @@ def full_shard(
         if not isinstance(model, Model):
             raise ConfigError(f"model is {_kind(model)}; give a Model, such as gpt2(sizes) returns")
         _check_optimizer(optimizer)
+        for name, own in (("device", device), ("transport", transport)):
+            if given_ranks and own != "auto":
+                raise ConfigError(f"{name} is {own!r} and comm is a Communicator, which brings its own; leave it out")
         for name, value in numbers.items():
             _check_number(name, value, least=0 if name in ("seed", "prefetch", "group") else 1)
         for name, (word, known) in words.items():
-            if word not in known:
+            if not isinstance(word, str) or word not in known:
                 more = f", or {', '.join(ALIASES)}" if name == "strategy" else ""
                 raise ConfigError(f"{name} is {word!r}; it must be one of {', '.join(filter(None, known))}{more}")
         made = Settings(
@@ -229,6 +234,17 @@ def _check_optimizer(optimizer: object) -> None:
         raise ConfigError(
             f"optimizer is {_kind(optimizer)} without {', '.join(missing)}; give one such as AdamW(), "
             "or None to evaluate only"
+        )
+    states = getattr(optimizer, "states", ())
+    if not isinstance(states, tuple | list) or not all(isinstance(one, str) and one.isidentifier() for one in states):
+        raise ConfigError(
+            f"optimizer is {_kind(optimizer)} whose states are {states!r}; they must be a tuple of names, "
+            "such as ('exp_avg', 'exp_avg_sq')"
+        )
+    if wrong := [name for name in states if name in _TAKEN or states.count(name) > 1]:
+        raise ConfigError(
+            f"optimizer is {_kind(optimizer)} whose states are {states!r}; each needs a name of its own, and "
+            f"{', '.join(sorted(_TAKEN))} are the engine's: rename {wrong[0]}"
         )
 
 

@@ -62,6 +62,8 @@ class Run:
     def __post_init__(self) -> None:
         self.comm = self.engine.comm
         self.curve = Curve(max(1, self.config.train.steps // 12))
+        #: updates that were skipped before this run, which goes on; for a loss scale that it may not have
+        self._skipped = self.engine.steps - self.engine.updates
 
     def train(self) -> None:
         """Step until the steps or the data end, or some rank is told to stop; then save and report. Collective.
@@ -198,26 +200,28 @@ class Run:
         ]
         checksum = self.engine.checksum()
         text = self._sample()
+        loss = heldout.loss if heldout else float("nan")
+        if self.directory is not None:
+            self.directory.report(
+                {
+                    "steps": self.engine.steps,
+                    "updates": self.engine.updates,
+                    "heldout_loss": loss,
+                    "checksum": checksum,
+                    "tokens_per_s": rate,
+                    "seconds": seconds,
+                    "curve": self.curve.points,
+                    "bytes": ranks,
+                    "bytes_unsharded": self.prepared.unsharded,
+                    "checkpoint": str(self.keeper.last) if self.keeper.last else None,
+                    "sample": text,
+                }
+            )
         folder = self.directory.path if self.directory is not None else None
+        # After the run's own report, which is there also where this one cannot be written.
         memory = self.reporter(folder, self.engine, self.prepared.forecast) if self.reporter is not None else ()
         if self.directory is None:
             return
-        loss = heldout.loss if heldout else float("nan")
-        self.directory.report(
-            {
-                "steps": self.engine.steps,
-                "updates": self.engine.updates,
-                "heldout_loss": loss,
-                "checksum": checksum,
-                "tokens_per_s": rate,
-                "seconds": seconds,
-                "curve": self.curve.points,
-                "bytes": ranks,
-                "bytes_unsharded": self.prepared.unsharded,
-                "checkpoint": str(self.keeper.last) if self.keeper.last else None,
-                "sample": text,
-            }
-        )
         out = console(launched=self.comm.size > 1)
         out.print()
         out.print(curve_table(self.curve.points))
@@ -239,7 +243,7 @@ class Run:
     def _tell_skipped(self, loss: float) -> None:
         """Say what updates that were skipped mean: where the loss is scaled some belong to it."""
         skipped, scale = self.engine.steps - self.engine.updates, self.engine.loss_scale
-        if not math.isfinite(loss) or (skipped and scale is None):
+        if not math.isfinite(loss) or (skipped > self._skipped and scale is None):
             print(f"the run diverged ({skipped} updates skipped); try a lower optim.lr or a longer optim.warmup")
         elif skipped and scale is not None:
             advice = ""

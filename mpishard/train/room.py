@@ -107,7 +107,7 @@ def check_room(held: int, ranks: int, ops: Ops, host: int = 0) -> None:
         if host * ranks > room():
             raise ConfigError(
                 f"a rank keeps {size(host)} in host memory and {ranks} of them run on this machine, which has "
-                f"{size(room())}; use more nodes, or leave shard.offload out"
+                f"{size(room())}; use more nodes, or leave shard.offload at none"
             )
         return
     if held * ranks > room():

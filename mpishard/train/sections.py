@@ -165,17 +165,17 @@ class ShardConfig(_Section):
         if self.group and self.strategy != "hybrid_shard":
             raise ConfigError(
                 f"shard.group is {self.group} and shard.strategy is {self.strategy}; only hybrid_shard has groups: "
-                "leave shard.group out, or set shard.strategy to hybrid_shard"
+                "leave shard.group at 0, or set shard.strategy to hybrid_shard"
             )
         if self.recompute_every > 1 and self.recompute != "block":
             raise ConfigError(
                 f"shard.recompute_every is {self.recompute_every} and shard.recompute is {self.recompute}; it chooses "
-                "among blocks: leave it out, or set shard.recompute to block"
+                "among blocks: leave it at 1, or set shard.recompute to block"
             )
         if not self.reshard_after_forward and self.strategy not in ("full_shard", "hybrid_shard"):
             raise ConfigError(
                 f"shard.reshard_after_forward is false and shard.strategy is {self.strategy}, which gathers nothing "
-                "for a forward; leave it out, or set shard.strategy to full_shard"
+                "for a forward; leave it at true, or set shard.strategy to full_shard"
             )
         return self
 
@@ -210,16 +210,17 @@ class PrecisionConfig(_Section):
         if problem := scale_problem("precision.scale", self.scale):
             raise ConfigError(problem)
         for key in ("loss_scale", "scale", "scale_every"):
-            value = getattr(self, key)
-            if not self.scaled and value != type(self).model_fields[key].default:
+            value, usual = getattr(self, key), type(self).model_fields[key].default
+            if not self.scaled and value != usual:
                 raise ConfigError(
                     f"precision.{key} is {value} and precision.compute is {self.compute}; only fp16 needs a loss "
-                    f"scale: leave it out, or set precision.compute to fp16"
+                    f"scale: leave it at {usual}, or set precision.compute to fp16"
                 )
-        if self.loss_scale == "fixed" and self.scale_every != type(self).model_fields["scale_every"].default:
+        usual = type(self).model_fields["scale_every"].default
+        if self.loss_scale == "fixed" and self.scale_every != usual:
             raise ConfigError(
                 f"precision.scale_every is {self.scale_every} and precision.loss_scale is fixed; a fixed scale never "
-                "moves: leave scale_every out, or set precision.loss_scale to dynamic"
+                f"moves: leave scale_every at {usual}, or set precision.loss_scale to dynamic"
             )
         return self
 
@@ -315,12 +316,12 @@ class Config(_Section):
         if self.comm.sums == "by_node" and self.shard.strategy == "hybrid_shard":
             raise ConfigError(
                 "comm.sums is by_node and shard.strategy is hybrid_shard, which adds up by its groups anyway; leave "
-                "comm.sums out"
+                "comm.sums at flat"
             )
         if self.shard.offload != "none" and self.device.kind == "cpu":
             raise ConfigError(
                 f"shard.offload is {self.shard.offload} and device.kind is cpu, where all memory is the host's; "
-                "leave shard.offload out, or compute on a GPU"
+                "leave shard.offload at none, or compute on a GPU"
             )
         if self.train.sample and self.model.vocabulary != 256:
             raise ConfigError(

@@ -50,7 +50,7 @@ def places_of(config: Config, comm: Communicator, *, alone: bool = False) -> Pla
     if config.shard.offload != "none" and comm.ops.device == "cpu":
         raise ConfigError(
             f"shard.offload is {config.shard.offload} and the device is the CPU, where all memory is the host's; "
-            "leave shard.offload out, or compute on a GPU (--device cuda says what is missing for it)"
+            "leave shard.offload at none, or compute on a GPU (--device cuda says what is missing for it)"
         )
     return Places(group, bracket)
 

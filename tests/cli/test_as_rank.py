@@ -84,6 +84,16 @@ def test_a_run_is_not_written_over(tmp_path):
     assert f"{run} already holds a run" in line
 
 
+def test_a_report_that_cannot_be_written_is_told_in_a_line(tmp_path):
+    arguments = training(tmp_path, "train.global_batch=8")
+    (tmp_path / "run" / "as-rank.json").mkdir(parents=True)
+    done = as_rank("3/8", *arguments)
+    assert done.returncode == 2
+    told = f"{tmp_path / 'run' / 'as-rank.json'}: cannot be written (Is a directory); make room, or choose another"
+    assert done.stderr.startswith(f"mpishard: {told} --run-dir")
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -66,7 +66,7 @@ def every_second_block_of_none(folder):
     return training(folder, "shard.recompute=attention", "shard.recompute_every=2")
 
 
-@case("shard.reshard_after_forward is false and shard.strategy is no_shard", "leave it out")
+@case("shard.reshard_after_forward is false and shard.strategy is no_shard", "leave it at true")
 def parameters_kept_that_are_kept_anyway(folder):
     return training(folder, "shard.strategy=ddp", "shard.reshard_after_forward=false")
 

@@ -40,6 +40,7 @@ main(arguments)
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
+        (["--memory-report"], "rank 1 has --memory-report given, rank 0 has --memory-report not given"),
         ("train.steps=4", "rank 1 has train.steps = 4, rank 0 has train.steps = 3"),
         ("train.global_batch=4", "rank 1 has train.global_batch = 4, rank 0 has train.global_batch = 12"),
         ("optim.lr=0.5", "rank 1 has optim.lr = 0.5, rank 0 has optim.lr = "),
@@ -48,7 +49,7 @@ main(arguments)
 )
 def test_a_rank_with_another_setting_is_named_and_nothing_is_written(tmp_path, extra, told):
     script = tmp_path / "by_rank.py"
-    script.write_text(BY_RANK.format(extra=["--set", extra]))
+    script.write_text(BY_RANK.format(extra=extra if isinstance(extra, list) else ["--set", extra]))
     done = mpiexec(
         str(script), "train", "--preset", "tiny", "--set", "train.steps=3", "--run-dir", str(tmp_path / "run")
     )

@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 
 from mpishard.comm.threads import run
@@ -31,6 +33,18 @@ def test_a_system_error_is_told_in_words():
         together(comm, lambda: open("/nowhere/at/all").close())
 
     told = "/nowhere/at/all: No such file or directory; choose a place that can be read and written"
+    assert messages(main) == [told] * 3
+
+
+def test_memory_that_is_not_there_is_no_matter_of_places():
+    def main(comm):
+        def action():
+            if comm.rank == 1:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+        together(comm, action)
+
+    told = "Cannot allocate memory; raise the limit of this process's memory (ulimit -v), or use less of it"
     assert messages(main) == [told] * 3
 
 

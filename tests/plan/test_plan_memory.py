@@ -14,7 +14,8 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.alone import AloneCommunicator
 from mpishard.comm.base import Communicator
 from mpishard.comm.threads import run
-from mpishard.models.gpt2 import gpt2
+from mpishard.errors import ConfigError
+from mpishard.models.gpt2 import Gpt2, gpt2
 from mpishard.nn import Hidden, Layer, Linear, LinearHead, Model, ParamSpec, Stage, Unit, freeze
 from mpishard.optim import AdamW, LossScale
 from mpishard.plan import PLANNED, plan_model
@@ -256,3 +257,24 @@ def test_no_sync_needs_more_memory_where_a_rank_has_several_micro_batches() -> N
     assert peaks[3] > peaks[4]
     for memory in {*peaks.values(), *(peak + 1 for peak in peaks.values())}:
         assert planner.least_ranks(memory)[0] == next(ranks for ranks, peak in peaks.items() if peak <= memory)
+
+
+TINY = Gpt2(layers=1, width=2, heads=1, sequence=2, vocabulary=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": 8}, r"^ranks is 8; it must be a list, such as \[8\]$"),
+        ({"ranks": ["8"]}, r"^ranks is '8'; it must be a whole number, 1 or more$"),
+        ({"strategies": "zero3"}, r"^strategies is 'zero3'; it must be a list, such as \['zero3'\]$"),
+        ({"global_batch": -1}, r"^global_batch is -1; it must be a whole number, 0 or more$"),
+        ({"devices": {"mine": 0}}, r"^devices\['mine'\] is 0; it must be a whole number, 1 or more$"),
+        ({"devices": {"mine": 24e9}}, r"^devices\['mine'\] is 24000000000\.0; it must be a whole number"),
+        ({"model": TINY}, r"^model is a Gpt2; give a Model, such as gpt2\(sizes\) returns$"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_in_a_line(changes, words) -> None:
+    options = {"model": gpt2(TINY), **changes}
+    with pytest.raises(ConfigError, match=words):
+        plan_model(options.pop("model"), **options)

@@ -108,10 +108,31 @@ def test_nothing_is_installed_in_the_process() -> None:
     one.close()
 
 
+class Own:
+    """An optimiser of the program's own, with states that it names."""
+
+    decay = 0.1
+
+    def __init__(self, states: object) -> None:
+        self.states = states
+
+    def clip(self, norm: float) -> float:
+        return 1.0
+
+    def update(self, *arguments: object) -> None:
+        """Change nothing."""
+
+
 WRONG = [
     ({"model": MlpClassifier(5, 3)}, r"^model is a MlpClassifier; give a Model, such as gpt2\(sizes\) returns$"),
     ({"optimizer": AdamW}, r"^optimizer is the class AdamW; give an object of it: AdamW\(\)$"),
     ({"optimizer": "adamw"}, r"^optimizer is a str without states, decay, clip, update; give one such as AdamW\(\)"),
+    ({"optimizer": Own(5)}, r"^optimizer is a Own whose states are 5; they must be a tuple of names, such as \("),
+    ({"optimizer": Own(("a b",))}, r"^optimizer is a Own whose states are \('a b',\); they must be a tuple of names"),
+    ({"optimizer": Own(("m", "m"))}, r"^optimizer is a Own whose states are .*; each needs a name .*: rename m$"),
+    ({"optimizer": Own(("grad",))}, r"^optimizer is a Own whose states are .* are the engine's: rename grad$"),
+    ({"device": "cpu"}, r"^device is 'cpu' and comm is a Communicator, which brings its own; leave it out$"),
+    ({"transport": "mpi"}, r"^transport is 'mpi' and comm is a Communicator, which brings its own; leave it out$"),
     ({"global_batch": 12.0}, r"^global_batch is 12\.0; it must be a whole number$"),
     ({"global_batch": True}, r"^global_batch is True; it must be a whole number$"),
     ({"global_batch": 0}, r"^global_batch is 0; it must be 1 or more"),
@@ -120,6 +141,9 @@ WRONG = [
     ({"seed": 2**63}, r"^seed is 9223372036854775808; it must be 0 or more, and below 2\*\*63$"),
     ({"prefetch": -1}, r"^prefetch is -1; it must be 0 or more"),
     ({"strategy": "zero"}, r"^strategy is 'zero'; it must be one of full_shard, .*hybrid_shard, or zero3, zero2"),
+    ({"strategy": np.array(["zero1", "zero2"])}, r"^strategy is array\(\['zero1', 'zero2'\].*; it must be one of full"),
+    ({"dtype": ["bf16"]}, r"^dtype is \['bf16'\]; it must be one of float32"),
+    ({"reduce_dtype": {}}, r"^reduce_dtype is \{\}; it must be one of float32"),
     ({"strategy": 3}, r"^strategy is 3; it must be one of full_shard"),
     ({"group": -1}, r"^group is -1; it must be 0 or more"),
     ({"group": 2}, r"^group is 2 and strategy is 'full_shard'; only hybrid_shard has groups: leave it out, or take"),

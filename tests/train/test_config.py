@@ -144,12 +144,12 @@ def test_the_dump_names_every_key():
         ("shard.group=-1", "shard.group is -1 in --set; it must be a whole number, at least 0 and at most 100000000"),
         (
             "shard.group=2",
-            "shard.group is 2 and shard.strategy is full_shard; only hybrid_shard has groups: leave shard.group out, "
+            "shard.group is 2 and shard.strategy is full_shard; only hybrid_shard has groups: leave shard.group at 0, "
             "or set shard.strategy to hybrid_shard",
         ),
         (
             "shard.recompute_every=2",
-            "shard.recompute_every is 2 and shard.recompute is none; it chooses among blocks: leave it out, or set "
+            "shard.recompute_every is 2 and shard.recompute is none; it chooses among blocks: leave it at 1, or set "
             "shard.recompute to block",
         ),
         (
@@ -164,18 +164,18 @@ def test_the_dump_names_every_key():
         ("precision.scale=nan", "precision.scale is nan in --set; it must be a number"),
         (
             "precision.scale=1024",
-            "precision.scale is 1024.0 and precision.compute is fp32; only fp16 needs a loss scale: leave it out, or "
-            "set precision.compute to fp16",
+            "precision.scale is 1024.0 and precision.compute is fp32; only fp16 needs a loss scale: leave it at "
+            "65536.0, or set precision.compute to fp16",
         ),
         (
             "precision.loss_scale=fixed",
-            "precision.loss_scale is fixed and precision.compute is fp32; only fp16 needs a loss scale: leave it out, "
-            "or set precision.compute to fp16",
+            "precision.loss_scale is fixed and precision.compute is fp32; only fp16 needs a loss scale: leave it at "
+            "dynamic, or set precision.compute to fp16",
         ),
         (
             "precision.scale_every=3",
-            "precision.scale_every is 3 and precision.compute is fp32; only fp16 needs a loss scale: leave it out, or "
-            "set precision.compute to fp16",
+            "precision.scale_every is 3 and precision.compute is fp32; only fp16 needs a loss scale: leave it at 2000, "
+            "or set precision.compute to fp16",
         ),
         ("comm.sums=tree", 'comm.sums is "tree" in --set; it must be flat or by_node'),
         ("comm.transport=rdma", 'comm.transport is "rdma" in --set; it must be auto, mpi, staged, nccl or local'),
@@ -238,22 +238,22 @@ def test_several_wrong_settings_are_counted():
         (
             ["shard.strategy=no_shard", "shard.reshard_after_forward=false"],
             "shard.reshard_after_forward is false and shard.strategy is no_shard, which gathers nothing for a forward; "
-            "leave it out, or set shard.strategy to full_shard",
+            "leave it at true, or set shard.strategy to full_shard",
         ),
         (
             ["shard.recompute=attention", "shard.recompute_every=2"],
-            "shard.recompute_every is 2 and shard.recompute is attention; it chooses among blocks: leave it out, or "
+            "shard.recompute_every is 2 and shard.recompute is attention; it chooses among blocks: leave it at 1, or "
             "set shard.recompute to block",
         ),
         (
             ["shard.strategy=hybrid_shard", "comm.sums=by_node"],
             "comm.sums is by_node and shard.strategy is hybrid_shard, which adds up by its groups anyway; leave "
-            "comm.sums out",
+            "comm.sums at flat",
         ),
         (
             ["shard.offload=optimizer", "device.kind=cpu"],
             "shard.offload is optimizer and device.kind is cpu, where all memory is the host's; leave shard.offload "
-            "out, or compute on a GPU",
+            "at none, or compute on a GPU",
         ),
         (
             ["precision.compute=fp16", "precision.scale=3"],
@@ -266,7 +266,7 @@ def test_several_wrong_settings_are_counted():
         (
             ["precision.compute=fp16", "precision.loss_scale=fixed", "precision.scale_every=3"],
             "precision.scale_every is 3 and precision.loss_scale is fixed; a fixed scale never moves: leave "
-            "scale_every out, or set precision.loss_scale to dynamic",
+            "scale_every at 2000, or set precision.loss_scale to dynamic",
         ),
     ],
 )

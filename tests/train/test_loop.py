@@ -1,3 +1,4 @@
+import errno
 import itertools
 import json
 import math
@@ -185,6 +186,24 @@ def test_a_memory_report_is_made_at_the_end(tmp_path, files, capsys, ranks):
     run_threads(ranks, lambda comm: start.run(config, tmp_path / "run", comm, reporter=reporter))
     assert sorted(told) == [(rank, None if rank else tmp_path / "run") for rank in range(ranks)]
     assert capsys.readouterr().out.count("a report\n") == 1
+
+
+def test_a_run_has_its_report_where_that_on_memory_cannot_be_written(tmp_path, files, monkeypatch):
+    def reporter(folder, engine, forecast):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder / "memory.json"))
+
+    aborted = []
+    monkeypatch.setattr(LocalCommunicator, "abort", lambda self, message, code: aborted.append((message, code)))
+    config = load(None, None, [*SMALL, *files])
+    start.run(config, tmp_path / "run", LocalCommunicator(NumpyOps()), reporter=reporter)
+    assert aborted == [
+        (
+            f"mpishard: {tmp_path / 'run' / 'memory.json'}: cannot be written (No space left on device); make room, or "
+            "choose another --run-dir",
+            2,
+        )
+    ]
+    assert (tmp_path / "run" / "report.json").is_file()
 
 
 def test_offload_without_a_device_is_refused_on_all_ranks(tmp_path, files):

@@ -231,6 +231,14 @@ def test_a_run_that_scales_from_now_on_begins_with_its_own_scale(tmp_path, files
     assert [record.get("loss_scale") for record in lines] == [None] * 4 + [256.0] * 2 + [None] * 3
 
 
+def test_updates_that_an_earlier_scale_cost_are_no_divergence(tmp_path, files, capsys):
+    lines, _ = begin(tmp_path / "run", files, *SCALED, stop_at=5)
+    assert not all(updated for _, updated in scales(lines))
+    capsys.readouterr()
+    go_on(tmp_path / "run", "precision.compute=fp32", "precision.scale=65536.0", "precision.scale_every=2000")
+    assert "diverged" not in capsys.readouterr().out
+
+
 def test_settings_that_a_version_did_not_know_are_no_change(tmp_path, files, capsys):
     begin(tmp_path / "run", files, stop_at=3)
     resumed = Resumed.find(tmp_path / "run")

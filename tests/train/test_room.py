@@ -33,7 +33,7 @@ def test_what_a_gpu_and_the_host_beside_it_hold():
     check_room(10**9, 4, Gpu(), room() // 4)
     with pytest.raises(ConfigError, match=r"a rank needs 1\.0 GB and its GPU has 1\.0 GB left \(cuda:0\)"):
         check_room(10**9 + 1, 1, Gpu())
-    with pytest.raises(ConfigError, match=r"a rank keeps .* in host memory and 4 .*, or leave shard\.offload out"):
+    with pytest.raises(ConfigError, match=r"a rank keeps .* in host memory and 4 .*, or leave shard\.offload at none"):
         check_room(10**6, 4, Gpu(), room() // 3)
 
 
