@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpishard.array.dtypes import Array, DType
+
+if TYPE_CHECKING:
+    from mpishard.array.pinned import PinnedHost
 
 __all__ = ["AdamWStep", "Backend", "Draw"]
 
@@ -73,6 +76,17 @@ class Backend(ABC):
     def fetch(self, x: Array) -> Array:
         """Return x's values as a NumPy array, waiting for what computes them; x itself where x is host memory."""
         return x
+
+    def pinned_host(self) -> PinnedHost | None:
+        """Return host memory beside the device, of which nothing is taken yet; None where arrays are host memory."""
+        return None
+
+    def alike(self, count: int) -> range:
+        """Return the numbers of ``count`` parts on which a layer does the same, in memory that each takes in turn.
+
+        Those after the first are of its shapes, or smaller; so a plan, which is made on shapes, needs the first alone.
+        """
+        return range(count)
 
     # --- operations
 

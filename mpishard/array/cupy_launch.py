@@ -25,6 +25,7 @@ from mpishard.array.cupy_strides import AXES, elements, joined, padded
 from mpishard.array.dtypes import DTYPES, Array, DType, accumulator
 from mpishard.array.kernels import BLOCK
 from mpishard.array.ops import Ops
+from mpishard.array.pinned import PinnedHost
 from mpishard.errors import ConfigError, ShapeError
 
 __all__ = ["SCRATCH", "SMALL_SCRATCH", "TABLES", "CupyLaunch", "blocks_of"]
@@ -88,7 +89,7 @@ class CupyLaunch(Ops):
 
     # --- memory, and the way between host and device
 
-    def pinned_host(self) -> CupyPinnedHost:
+    def pinned_host(self) -> PinnedHost | None:
         """Return pinned memory of CUDA, with streams of its own."""
         return CupyPinnedHost(self.gpu, self.stream, self.counters)
 

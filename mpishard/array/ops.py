@@ -14,15 +14,12 @@ Shape legend: N rows (tokens), C features, B sequences, T positions, H heads, R 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mpishard.array.backend import AdamWStep, Backend, Draw
 from mpishard.array.constants import CHUNK, EXACT_WORDS
 from mpishard.array.dtypes import Array
 from mpishard.errors import ShapeError
-
-if TYPE_CHECKING:
-    from mpishard.array.pinned import PinnedHost
 
 __all__ = ["AdamWStep", "Draw", "Ops"]
 
@@ -45,17 +42,6 @@ class Ops(Backend):
     def room(self) -> int:
         """Bytes that :meth:`empty` could give in all, as far as the backend knows."""
         return 1 << 62
-
-    def pinned_host(self) -> PinnedHost | None:
-        """Return host memory beside the device, of which nothing is taken yet; None where arrays are host memory."""
-        return None
-
-    def alike(self, count: int) -> range:
-        """Return the numbers of ``count`` parts on which a layer does the same, in memory that each takes in turn.
-
-        Those after the first are of its shapes, or smaller; so a plan, which is made on shapes, needs the first alone.
-        """
-        return range(count)
 
     def _note(self, operation: str, flops: float, nbytes: float) -> None:
         """Record a cost; backends that compute do not."""

@@ -67,7 +67,7 @@ class ShapeOps(Ops):
         cost[1] += flops
         cost[2] += nbytes
 
-    def pinned_host(self) -> PinnedHost:
+    def pinned_host(self) -> PinnedHost | None:
         """Return what counts the bytes of host memory, and has none."""
         return _ShapePinnedHost(self)
 

@@ -32,8 +32,7 @@ def callables(kind) -> set[str]:
 
 
 def public() -> set[str]:
-    """Operations on arrays: ``alike`` and ``pinned_host`` take none."""
-    return callables(Ops) - {"alike", "pinned_host"}
+    return callables(Ops)
 
 
 def arguments_of(case, kind, widen, seed=1):
