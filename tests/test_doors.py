@@ -31,10 +31,12 @@ DOORS: dict[str, set[str]] = {
     "data": {"shard", *BELOW_SHARD},
     "optim": {"shard", *BELOW_SHARD},
     "plan": BELOW_TRAIN,
-    "bench": BELOW_TRAIN,
+    "bench": {"train", *BELOW_TRAIN},
+    "doctor": {"train", *BELOW_TRAIN},
+    "timeline": BELOW_TRAIN,
     "testing": {"models", "optim", "shard", *BELOW_SHARD},
     "train": BELOW_TRAIN,
-    "cli": {"train", "bench", "plan", *BELOW_TRAIN},
+    "cli": {"train", "bench", "doctor", "plan", "timeline", *BELOW_TRAIN},
     "__main__": {"cli"},
 }
 #: Packages that only these rooms may open.

@@ -18,7 +18,7 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ArenaError
 
-__all__ = ["CATEGORIES", "REGION", "STACKS", "Arena", "Stack"]
+__all__ = ["CATEGORIES", "REGION", "SENT", "STACKS", "Arena", "Stack"]
 
 CATEGORIES = (
     "parameters",
@@ -34,6 +34,8 @@ CATEGORIES = (
 STACKS = ("saved", "workspace")
 #: the block that transports read and write, in which several categories lie
 REGION = "region"
+#: blocks of which collectives read or write parts
+SENT = (REGION, "parameters", "gradients")
 _UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made, where the address space has room
 _BYTES = np.dtype(np.uint8)
 _NAN = 255  # every byte of it: a NaN in each floating type, -1 in signed integers
@@ -112,7 +114,7 @@ class Arena:
         poison: fill with NaN whatever is taken back.
         reserved: bytes by category, and of the region, that :meth:`reserve` will be asked for; without it each reserve
             takes a block of its own.
-        allocate: takes the region, where a transport wants to own it.
+        allocate: takes the blocks called SENT, which a transport may want to own.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Arena:
         sizes = dict.fromkeys(STACKS, min(_UNPLANNED, ops.room // 4)) if peaks is None else peaks
         self._blocks: dict[str, Array] = {}
         for name, size in (reserved or {}).items():
-            take = allocate if allocate is not None and name == REGION else ops.empty
+            take = allocate if allocate is not None and name in SENT else ops.empty
             self._blocks[name] = take(size + sizes.get(name, 0), _BYTES)
         self._stacks = {name: Stack(name, self._stack_memory(name, sizes[name]), ops, poison) for name in STACKS}
         self.saved, self.workspace = self._stacks["saved"], self._stacks["workspace"]

@@ -28,16 +28,22 @@ class NumpyShardOps(NumpyTiles):
         for tile in self._tiles(out.size):
             target = out[tile]
             wide, total = self._temps(target.size, out.dtype, 2)
+            if bracket == 1:
+                self._add_up(blocks, tile, target, wide, not add)
+                continue
             for first in range(0, len(blocks), bracket):
-                written = first == 0 and not add
-                if bracket == 1 or written:
-                    self._add_up(blocks[first : first + bracket], tile, target, wide, written)
+                part = blocks[first : first + bracket]
+                if first == 0 and not add:
+                    self._add_up(part, tile, target, wide, True)
                 else:
-                    self._add_up(blocks[first : first + bracket], tile, total, wide, True)
+                    self._add_up(part, tile, total, wide, True)
                     np.add(target, total, out=target)
 
     def _add_up(self, blocks: Sequence[Array], tile: slice, target: Array, wide: Array, write: bool) -> None:
         """Add a tile of the blocks to ``target``, of which the first may be written; ``wide`` is overwritten."""
+        if write and len(blocks) > 1 and blocks[0].dtype == blocks[1].dtype == target.dtype:
+            np.add(blocks[0][tile], blocks[1][tile], out=target)  # and not written first
+            write, blocks = False, blocks[2:]
         for i, block in enumerate(blocks):
             part = block[tile]
             if part.dtype != target.dtype:

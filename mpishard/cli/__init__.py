@@ -17,10 +17,13 @@ from typing import NoReturn
 import click
 
 from mpishard import __version__
+from mpishard.cli.bench import bench as bench_command
 from mpishard.cli.data import data as data_command
+from mpishard.cli.doctor import doctor as doctor_command
 from mpishard.cli.generate import generate as generate_command
 from mpishard.cli.plan import plan as plan_command
 from mpishard.cli.schedule import schedule as schedule_command
+from mpishard.cli.timeline import timeline as timeline_command
 from mpishard.cli.train import train as train_command
 from mpishard.errors import ConfigError, LaunchError
 from mpishard.launched import abort_before_mpi, environment_rank, environment_size, in_step
@@ -50,8 +53,11 @@ def program() -> None:
 program.add_command(train_command)
 program.add_command(schedule_command)
 program.add_command(plan_command)
+program.add_command(bench_command)
 program.add_command(data_command)
 program.add_command(generate_command)
+program.add_command(timeline_command)
+program.add_command(doctor_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -18,7 +18,13 @@ MOST_RANKS = 1_000_000
 
 
 def start(
-    transport: str, device: str, *, share: bool = False, tf32: bool = False, problem: ConfigError | None = None
+    transport: str,
+    device: str,
+    *,
+    share: bool = False,
+    tf32: bool = False,
+    algorithm: str = "alltoall",
+    problem: ConfigError | None = None,
 ) -> Communicator:
     """Return the communicator of this job, whose uncaught exceptions end all ranks.
 
@@ -27,6 +33,7 @@ def start(
         device: ``auto``, ``cpu`` or ``cuda``.
         share: let ranks share a GPU.
         tf32: let a GPU round the factors of fp32 matrix products to TF32.
+        algorithm: of reduce-scatters, as in :func:`mpishard.comm.launch.world`.
         problem: what this rank cannot start with; it is then raised on all of them.
 
     Raises:
@@ -44,7 +51,8 @@ def start(
     # Until ranks have compared their settings, one rank's must not keep it from meeting the others.
     several = (environment_size() or 1) > 1
     try:
-        comm = world(make_ops, "auto" if several and transport == "local" else transport, share_device=share)
+        name = "auto" if several and transport == "local" else transport
+        comm = world(make_ops, name, share_device=share, algorithm=algorithm)
     except KeyboardInterrupt:
         abort_world("mpishard: interrupted; ending all ranks", 1)
         raise
@@ -82,7 +90,14 @@ def _is_number(text: str) -> bool:
 
 
 def start_alone(
-    rank: int, size: int, transport: str, device: str, *, node: int = 0, tf32: bool = False
+    rank: int,
+    size: int,
+    transport: str,
+    device: str,
+    *,
+    node: int = 0,
+    tf32: bool = False,
+    algorithm: str = "alltoall",
 ) -> Communicator:
     """Return the communicator of one rank of a job that is not there: it answers collectives by itself.
 
@@ -103,11 +118,11 @@ def start_alone(
             "comm.transport is local, which is one rank alone, and --as-rank names one of several; use auto"
         )
     ops = operations(device, None, tf32=tf32)
-    if ops.device == "cpu":
+    if transport == "auto":
+        transport = "mpi" if ops.device == "cpu" else "staged"
+    elif ops.device == "cpu":
         transport, _ = choose([Candidate()], transport)
-    elif transport == "auto":
-        transport = "staged"
-    return AloneCommunicator(rank, size, ops, transport, node or None)
+    return AloneCommunicator(rank, size, ops, transport, node or None, algorithm)
 
 
 @contextmanager

@@ -151,6 +151,7 @@ def planned(
         global_batch=batch,
         node=asked.ranks_per_node,
         transport=config.comm.transport,
+        algorithm=config.comm.algorithm,
         on_device=config.device.kind == "cuda",
         states=AdamW.states,
         offload=config.shard.offload,

@@ -56,6 +56,11 @@ _RECORD = 4096
     is_flag=True,
     help="Note what memory is in use at each moment of a step, and compare it with the plan at the end.",
 )
+@click.option(
+    "--trace",
+    metavar="STEPS",
+    help="Time the instructions of these steps, counted from 0, for mpishard timeline, as in 10-12. Sets debug.trace.",
+)
 @click.option("--print-config", is_flag=True, help="Print every setting as TOML and leave.")
 def train(
     config_file: Path | None,
@@ -67,6 +72,7 @@ def train(
     device: str | None,
     as_rank: str | None,
     memory_report: bool,
+    trace: str | None,
     print_config: bool,
 ) -> int:
     """Train a GPT.
@@ -79,11 +85,13 @@ def train(
 
     signals = install()
     from mpishard.launched import environment_rank, environment_size
-    from mpishard.train.config import dump_toml
+    from mpishard.train.config import dump_toml, toml_value
 
     loaded: Ask | ConfigError
     if device is not None:
         overrides = [*overrides, f"device.kind={device}"]
+    if trace is not None:
+        overrides = [*overrides, f"debug.trace={toml_value(trace)}"]
     try:
         loaded = _load(config_file, preset, overrides, init_from, resume, as_rank)
     except ConfigError as error:
@@ -169,7 +177,13 @@ def _run(
         start("auto", "cpu", problem=loaded)
         raise loaded
     config, resumed, _ = loaded
-    comm = start(config.comm.transport, config.device.kind, share=config.device.share, tf32=config.precision.tf32)
+    comm = start(
+        config.comm.transport,
+        config.device.kind,
+        share=config.device.share,
+        tf32=config.precision.tf32,
+        algorithm=config.comm.algorithm,
+    )
     with ending_all(comm):
         asked = f"--memory-report {'given' if reporter is not None else 'not given'}"
         same_on_all_ranks(comm, [*settings_text(config, resumed), asked])
@@ -203,7 +217,13 @@ def _run_alone(
     rank, size = place
     check_ranks(config, size)
     comm = start_alone(
-        rank, size, config.comm.transport, config.device.kind, node=config.shard.group, tf32=config.precision.tf32
+        rank,
+        size,
+        config.comm.transport,
+        config.device.kind,
+        node=config.shard.group,
+        tf32=config.precision.tf32,
+        algorithm=config.comm.algorithm,
     )
     try:
         directory = _make_run_dir(f"{name}-as-rank-{rank}-of-{size}", run_dir)

@@ -15,6 +15,7 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Tally, Work
 from mpishard.comm.dry import Pretended
+from mpishard.comm.partials import Partials
 from mpishard.comm.pieces import Pieces
 from mpishard.comm.scratch import Scratch
 
@@ -54,18 +55,30 @@ class AloneCommunicator(Pretended):
         ops: operations on host arrays, or on a device's.
         transport: whose scratch to use, and how.
         local_size: ranks of a node, numbered node by node; all are on one by default.
+        algorithm: of reduce-scatters over ``mpi``, whose scratch to use.
 
     Raises:
-        ConfigError: there is no such transport.
+        ConfigError: there is no such transport, or algorithm.
     """
 
     transport = "alone"
 
-    def __init__(self, rank: int, size: int, ops: Ops, transport: str = "mpi", local_size: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        ops: Ops,
+        transport: str = "mpi",
+        local_size: int | None = None,
+        algorithm: str = "alltoall",
+    ) -> None:
         on_device = getattr(ops, "stream", None) is not None
         nodes = [one // (local_size or size) for one in range(size)]
-        adds = NumpyOps() if transport == "mpi" and not on_device else ops  # that transport's thread has its own
-        self._set_up(rank, nodes, ops, Scratch(transport, size, on_device), adds)
+        own = transport in ("mpi", "hierarchical") and not on_device  # these transports' thread has its own
+        adds = NumpyOps() if own else ops
+        inside = (local_size or size) if transport == "hierarchical" else 0
+        rule = Scratch(transport, size, on_device, algorithm=algorithm, local_size=inside)
+        self._set_up(rank, nodes, ops, rule, adds)
         if adds is not ops:
             self.own_bytes = adds.own_bytes
 
@@ -92,9 +105,13 @@ class AloneCommunicator(Pretended):
     def _bind_reduce_scatter(
         self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
-        if self._in_pieces:
+        if self._rule.nodes > 1 and out.size:
+            return _AloneCollective(tally, nbytes, self._by_node(full, out, scratch, wire))
+        whole = self._rule.transport in ("node", "hierarchical") and wire == full.dtype  # read as they lie
+        rows = self.size > 1 and self._rule.algorithm not in ("auto", "alltoall")  # of segments, fewer than ranks
+        if self._in_pieces and not (whole or rows):
             return _AloneCollective(tally, nbytes, self._piecewise(full, out, scratch, wire))
-        return _AloneCollective(tally, nbytes, self._through(full, out, scratch))
+        return _AloneCollective(tally, nbytes, self._through(full, out, scratch, wire))
 
     def _piecewise(self, full: Array, out: Array, scratch: Array | None, wire: DType) -> Callable[[bool], None]:
         cut = self._rule.cut(full.size, full.dtype, wire)
@@ -111,21 +128,36 @@ class AloneCommunicator(Pretended):
 
         return run
 
-    def _through(self, full: Array, out: Array, scratch: Array | None) -> Callable[[bool], None]:
+    def _by_node(self, full: Array, out: Array, scratch: Array | None, wire: DType) -> Callable[[bool], None]:
+        """Sum as ``hierarchical`` does: inside the node first."""
+        assert scratch is not None
+        ranks, cut = self._rule.local_size, self._rule.cut(full.size, full.dtype, wire)
+        partials = Partials(*divmod(self.rank, ranks), [full] * ranks, out, scratch, wire, cut)
+
+        def run(add: bool) -> None:
+            for piece in range(cut.pieces):
+                partials.pack(self._adds, piece)
+                self._adds.copy(partials.leaving(piece), partials.arriving(piece))
+                partials.add_up(self._adds, piece, add)
+
+        return run
+
+    def _through(self, full: Array, out: Array, scratch: Array | None, wire: DType) -> Callable[[bool], None]:
         """Sum as much of the blocks at a time as the scratch takes; where there is none, as they lie."""
         own, bracket = full[self.rank * out.size : (self.rank + 1) * out.size], self.bracket
-        width = 0 if scratch is None else min(out.size, scratch.size // (self.size * full.itemsize))
+        width = 0 if scratch is None else min(out.size, scratch.size // (self.size * wire.itemsize))
 
         def run(add: bool) -> None:
             if not width:
-                self.ops.ordered_sum([own] * self.size, out, add, bracket)
+                self._adds.ordered_sum([own] * self.size, out, add, bracket)
             for start in range(0, out.size if width else 0, width or 1):
                 mine = own[start : start + width]
                 assert scratch is not None
-                rows = scratch[: self.size * mine.nbytes].view(full.dtype).reshape(self.size, mine.size)
+                nbytes = self.size * mine.size * wire.itemsize
+                rows = scratch[:nbytes].view(wire).reshape(self.size, mine.size)
                 for row in rows:
-                    self.ops.copy(mine, row)
-                self.ops.ordered_sum(list(rows), out[start : start + width], add, bracket)
+                    self._adds.copy(mine, row)
+                self._adds.ordered_sum(list(rows), out[start : start + width], add, bracket)
 
         return run
 

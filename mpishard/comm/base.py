@@ -4,15 +4,14 @@
 A started collective has three moments, not one, because transports may let peers read each other's memory:
 
 - ``Work.wait()``: the result has arrived; ``out`` may be read.
-- ``Work.released()``: this rank no longer reads ``out`` (a transport may share it with the ranks of a node).
-- ``Work.wait_inputs()``: no peer reads this rank's input any more; it may be overwritten.
+- ``Work.released()``: this rank no longer reads ``out``, and no peer does; it may be overwritten.
+- ``Work.wait_inputs()``: no peer reads this rank's input any more; it may be overwritten, and ``out`` too.
 
 [Note: ordered sums]
 A reduce-scatter adds the ranks' contributions one after another, in rank order, in fp32 (fp64 for fp64), to
 the shard as it stands (``start(add=True)``), or writes the first one (``start(add=False)``). Every transport
-gives these bits. Nothing here hands a sum to the MPI library.
-
-With ``bracket`` k above 1, what is added one after another are the sums of k consecutive ranks each (a node's, say).
+gives these bits. Nothing here hands a sum to the MPI library. With ``bracket`` k above 1, what is added one after
+another are the sums of k consecutive ranks each (a node's, say); a transport may give some ``brackets`` only.
 Contributions may travel in a narrower type, ``wire``: each is rounded to it once, on one rank too, and summed in fp32.
 
 [Note: everybody's failure]
@@ -71,6 +70,8 @@ class Communicator(ABC):
     """
 
     transport: ClassVar[str] = ""
+    #: transports that a group of the ranks may get instead of this one
+    children: ClassVar[tuple[str, ...]] = ()
 
     rank: int
     size: int
@@ -82,10 +83,11 @@ class Communicator(ABC):
     #: bytes of memory, of the kind that it carries, that the transport holds for itself
     own_bytes: int = 0
     #: ranks whose contributions a reduce-scatter sums by themselves first, a divisor of ``size``; 1 for none. Alike on
-    #: all ranks, and set before anything is bound; a communicator that is split from this one begins with 1.
+    #: all ranks, and set before anything is bound; what is split from this one begins with 1, or all that it can give.
     bracket: int = 1
-    #: whether :meth:`close` has been called
     closed: bool = False
+    #: what moves data while the program computes: ``background`` or ``none``; ``copies`` where its own cores move them
+    progress: str = field(default="background", init=False)
     _bound: int = 0
 
     @property
@@ -93,6 +95,11 @@ class Communicator(ABC):
         """What each kind of collective has cost this rank so far, as far as a device has come; ask anew each time."""
         self._settle()
         return self._tallies
+
+    @property
+    def brackets(self) -> tuple[int, ...]:
+        """The values of ``bracket`` that this transport can give."""
+        return tuple(k for k in range(1, self.size + 1) if self.size % k == 0)
 
     @property
     def on_device(self) -> bool:
@@ -277,7 +284,7 @@ class Communicator(ABC):
         tally.waited += seconds
 
     def all_reduce(self, array: Array) -> None:
-        """Replace ``array`` (fp32 or fp64, 1-D) by the sum over ranks, added in rank order.
+        """Replace ``array`` (fp32 or fp64, 1-D) by the sum over ranks, added as a reduce-scatter adds.
 
         It is an ordered reduce-scatter and an all-gather; it allocates, so it is not for use inside a step.
 
@@ -350,6 +357,8 @@ class Communicator(ABC):
             return f"full is {full.dtype} and was to travel as {wire}; float32 can travel as bfloat16 or float16 alone"
         if self.bracket < 1 or self.size % self.bracket:
             return f"bracket is {self.bracket}; it must divide the number of ranks, {self.size}"
+        if self.bracket not in self.brackets:
+            return f"bracket is {self.bracket}; transport {self.transport} gives {self.brackets[0]} alone"
         return ""
 
     def _scratch_problem(self, scratch: Array | None, need: int) -> str:

@@ -13,6 +13,7 @@ from mpishard.array.device import identity
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.probe import OVERRIDE, probe
+from mpishard.comm.segments import check_algorithm
 from mpishard.errors import ConfigError, MpishardError
 from mpishard.launched import environment_local_rank
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["TRANSPORTS", "Candidate", "choose", "connect", "made"]
 
 #: What a program may ask for.
-TRANSPORTS = ("auto", "local", "mpi", "staged", "nccl")
+TRANSPORTS = ("auto", "local", "node", "mpi", "hierarchical", "staged", "nccl")
+#: Those that carry arrays of a GPU, and those that carry arrays in host memory.
+_GPU, _HOST = ("mpi", "staged", "nccl"), ("node", "mpi", "hierarchical")
 
 
 class Candidate(NamedTuple):
@@ -48,7 +51,8 @@ def choose(ranks: Sequence[Candidate], transport: str, share_device: bool = Fals
 
     Args:
         ranks: what each one says.
-        transport: one of TRANSPORTS but ``local``; ``auto`` is ``mpi`` where MPI takes the arrays, else ``staged``.
+        transport: one of TRANSPORTS but ``local``; ``auto`` is, on a CPU, ``node`` on one host and ``mpi`` on several;
+            on GPUs ``mpi`` where MPI takes the arrays, else ``staged``.
         share_device: whether two ranks may use one GPU.
 
     Raises:
@@ -73,12 +77,12 @@ def choose(ranks: Sequence[Candidate], transport: str, share_device: bool = Fals
             "all the CPU (device cpu)"
         )
     if not devices[0]:
-        if transport in ("staged", "nccl"):
-            raise ConfigError(
-                f"transport {transport!r} carries arrays of a GPU and these are in host memory; "
-                "use transport auto or mpi, or compute on a GPU (device cuda says what is missing for it)"
-            )
-        return "mpi", ""
+        return _on_the_host([one.node for one in ranks], transport), ""
+    if transport != "auto" and transport not in _GPU:
+        raise ConfigError(
+            f"transport {transport!r} carries arrays in host memory and these are on a GPU; use transport auto, or one "
+            f"of {', '.join(_GPU)}, or compute on the CPU (device cpu)"
+        )
     _check_shared(ranks, transport, share_device)
     if transport == "nccl":
         return "nccl", ""
@@ -94,6 +98,24 @@ def choose(ranks: Sequence[Candidate], transport: str, share_device: bool = Fals
     if transport == "staged":
         return "staged", ""
     return ("staged" if unaware else "mpi"), reason
+
+
+def _on_the_host(nodes: Sequence[int], transport: str) -> str:
+    """Return the transport of arrays in host memory."""
+    if transport != "auto" and transport not in _HOST:
+        raise ConfigError(
+            f"transport {transport!r} carries arrays of a GPU and these are in host memory; "
+            "use transport auto or mpi, or compute on a GPU (device cuda says what is missing for it)"
+        )
+    hosts = len(set(nodes))
+    if transport == "node" and hosts > 1:
+        raise ConfigError(
+            f"transport 'node' is the shared memory of one host and the ranks are on {hosts}; use transport auto, mpi "
+            "or hierarchical"
+        )
+    if transport == "auto":
+        return "mpi" if hosts > 1 else "node"
+    return transport
 
 
 def _check_shared(ranks: Sequence[Candidate], transport: str, share_device: bool) -> None:
@@ -123,12 +145,15 @@ def connect(
     transport: str = "auto",
     *,
     share_device: bool = False,
+    algorithm: str = "alltoall",
 ) -> Communicator:
     """Return the communicator of the ranks of ``comm`` on the transport that fits. Collective.
 
     Args:
         comm: duplicated; no message of the program meets ours.
         make_ops: operations, or what makes them when it is called with the rank's number on its machine.
+        algorithm: how reduce-scatters go, one of :data:`mpishard.comm.segments.ALGORITHMS`; only ``mpi`` in host memory
+            has a choice, and the others take ``auto`` and ``alltoall`` for what they do.
 
     Raises:
         ConfigError: on all ranks; see :func:`choose`. What is no ConfigError is raised as it is on its own rank.
@@ -144,24 +169,48 @@ def connect(
             raise ConfigError(f"transport {transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
         if transport == "local":
             raise ConfigError(f"transport 'local' is one rank alone and there are {own.Get_size()}; use transport auto")
+        if algorithm != "tree":  # which is of hierarchical alone
+            check_algorithm(algorithm)
         # comm may hold some of the machine's ranks, and others theirs: the launcher's number is among all of them.
         told = environment_local_rank()
         ops = made(make_ops, node.local_rank if told is None else told)
         mine = _candidate(ops, node.index, library(), own)
     except Exception as caught:  # everybody's, lest the others wait
         error, mine = caught, Candidate(problem=_line(caught))
-    mine = mine._replace(asked=f"{transport} with shared GPUs" if share_device else transport)
+    asked = f"{transport} with shared GPUs" if share_device else transport
+    mine = mine._replace(asked=asked if algorithm == "alltoall" else f"{asked} with algorithm {algorithm}")
     ranks = [Candidate(*one) for one in own.allgather(tuple(mine))]
     try:
         if error is not None and not isinstance(error, MpishardError):
             raise error
         name, why = choose(ranks, transport, share_device)
+        if algorithm == "tree" and name != "hierarchical":
+            raise ConfigError(f"algorithm 'tree' is of transport 'hierarchical', and here {name!r} is used; use auto")
+        if algorithm not in ("auto", "alltoall", "tree") and (name != "mpi" or mine.gpu):
+            where = f"transport {name!r} carries them" if name != "mpi" else "they are on a GPU"
+            raise ConfigError(
+                f"algorithm {algorithm!r} is for arrays in host memory that transport 'mpi' carries, and here {where}; "
+                "use algorithm auto, or transport mpi with device cpu"
+            )
     except Exception:
         own.Free()
         raise
     assert ops is not None
+    if name == "node":
+        from mpishard.comm.node import NodeCommunicator
+
+        try:
+            return NodeCommunicator(own, ops, node=node)
+        except ConfigError as problem:  # on all ranks
+            if transport != "auto":
+                raise
+            own, why = comm.Dup(), f"and not node, since {problem}"
+    if name == "hierarchical":
+        from mpishard.comm.hierarchical import HierarchicalCommunicator
+
+        return HierarchicalCommunicator(own, ops, node=node, algorithm=algorithm)
     if not mine.gpu:
-        return MpiCommunicator(own, ops, node=node)
+        return MpiCommunicator(own, ops, why=why, node=node, algorithm=algorithm)
     if name == "mpi":
         from mpishard.comm.mpi_device import DeviceMpiCommunicator
 

@@ -20,6 +20,7 @@ from mpishard.array.ops import Ops
 from mpishard.comm.base import Communicator
 from mpishard.comm.choice import TRANSPORTS, connect, made
 from mpishard.comm.local import LocalCommunicator
+from mpishard.comm.segments import check_algorithm
 from mpishard.comm.starting import load_mpi, meeting
 from mpishard.errors import CommError, ConfigError, LaunchError
 from mpishard.launched import environment_local_rank, environment_rank, environment_size, in_step
@@ -42,17 +43,23 @@ _NO_MPI = "install one with: pip install mpich, or load the cluster's MPI module
 
 
 def world(
-    make_ops: Ops | Callable[[int | None], Ops], transport: str = "auto", *, share_device: bool = False
+    make_ops: Ops | Callable[[int | None], Ops],
+    transport: str = "auto",
+    *,
+    share_device: bool = False,
+    algorithm: str = "alltoall",
 ) -> Communicator:
     """Return the communicator of all processes of this job.
 
     Args:
         make_ops: operations on the arrays that will be communicated; or what makes them, called once with this
             process's number on its machine (None without a launcher). So a GPU is chosen before MPI starts.
-        transport: "local", one rank alone; "mpi", which a GPU-aware MPI is for on a GPU; "staged", by way of host
-            memory, and "nccl", for GPUs; or "auto": local for one process, else mpi, and staged on a GPU of
-            which MPI does not say that it takes its memory.
+        transport: "local", one rank alone; "node", memory that the ranks of one host share; "mpi", which a GPU-aware
+            MPI is for on a GPU; "staged", by way of host memory, and "nccl", for GPUs; or "auto": local for one
+            process; else node on the CPUs of one host, mpi on those of several, and on a GPU mpi, or staged where MPI
+            does not say that it takes its memory.
         share_device: let ranks share a GPU, which NCCL does not.
+        algorithm: how a reduce-scatter of transport mpi goes (:mod:`mpishard.comm.segments`).
 
     Raises:
         ConfigError: the name is unknown, or the world is not the launcher's; on all ranks, when the transport does
@@ -61,6 +68,8 @@ def world(
     """
     if transport not in TRANSPORTS:
         raise ConfigError(f"transport {transport!r} is not known; choose one of {', '.join(TRANSPORTS)}")
+    if algorithm != "tree":  # which is of hierarchical alone
+        check_algorithm(algorithm)
     size, rank = environment_size(), environment_rank()
     if transport == "local" and ((size or 1) > 1 or (rank or 0) > 0):
         raise ConfigError(
@@ -70,7 +79,7 @@ def world(
     if transport == "local" or (transport == "auto" and size == 1):
         return LocalCommunicator(made(make_ops, environment_local_rank()))
     with meeting((size or 1) > 1):
-        return _world(_Later(make_ops), transport, size, rank, share_device)
+        return _world(_Later(make_ops), transport, size, rank, share_device, algorithm)
 
 
 class _Later:
@@ -98,7 +107,9 @@ class _Later:
         return made(self._make_ops, local_rank)
 
 
-def _world(ops: _Later, transport: str, size: int | None, rank: int | None, share_device: bool) -> Communicator:
+def _world(
+    ops: _Later, transport: str, size: int | None, rank: int | None, share_device: bool, algorithm: str
+) -> Communicator:
     try:
         MPI = load_mpi(ops.early)
     except (ImportError, RuntimeError, OSError) as error:
@@ -119,7 +130,7 @@ def _world(ops: _Later, transport: str, size: int | None, rank: int | None, shar
         )
     if found == 1 and transport == "auto":
         return LocalCommunicator(ops(None))
-    return connect(MPI.COMM_WORLD, ops, transport, share_device=share_device)
+    return connect(MPI.COMM_WORLD, ops, transport, share_device=share_device, algorithm=algorithm)
 
 
 def communicator(
@@ -200,7 +211,7 @@ def leave_together(comm: Communicator) -> None:
             except CommError as error:
                 print(f"mpishard: {error}", file=sys.stderr, flush=True)
 
-    if comm.transport in ("mpi", "staged", "nccl"):
+    if comm.transport in ("node", "mpi", "hierarchical", "staged", "nccl"):
         atexit.register(meet)  # before mpi4py finalises MPI, which is later than any such function
 
 

@@ -35,19 +35,24 @@ from mpishard.array.dtypes import Array, DType, overlap
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
+from mpishard.comm.native import Native, native_problem
+from mpishard.comm.pairwise import Pairwise
 from mpishard.comm.parts import blocks_of, pieces_of
 from mpishard.comm.pieces import Pieces
 from mpishard.comm.pump import Flight, Post, Pump
+from mpishard.comm.ring import Ring
 from mpishard.comm.scratch import CHUNK_BYTES, Scratch
+from mpishard.comm.segments import ORDERED, check_algorithm
 from mpishard.comm.series import Series
+from mpishard.comm.tuning import Tuning, measured
+from mpishard.comm.wires import WIRE, Peers
+from mpishard.comm.wires import wire_view as _wire
 from mpishard.errors import CommError, ConfigError
 
 __all__ = ["CHUNK_BYTES", "WIRE", "MpiCommunicator", "library", "place"]
 
 #: MPI promises tags up to 32767.
 _TAGS = 2**15
-#: bytes of an element -> what MPI calls a whole number of them
-WIRE = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
 
 
 class _MpiWork(Work):
@@ -79,9 +84,9 @@ class _MpiCollective(Collective):
 
 
 class _MpiReduce(Collective):
-    """A series that is made anew for each start."""
+    """A flight that is made anew for each start."""
 
-    def __init__(self, tally: Tally, nbytes: int, pump: Pump, make: Callable[[bool], Series]) -> None:
+    def __init__(self, tally: Tally, nbytes: int, pump: Pump, make: Callable[[bool], Flight]) -> None:
         super().__init__(tally, nbytes)
         self._pump, self._make = pump, make
 
@@ -103,12 +108,17 @@ class MpiCommunicator(Communicator):
         threaded: whether a thread owns the MPI calls; None for wherever MPI's thread level allows it.
         why: why this transport was chosen, for :meth:`describe`.
         node: where this rank runs (:func:`place`), if ``comm`` was duplicated already and is given away.
+        algorithm: how a reduce-scatter goes, one of :data:`mpishard.comm.segments.ALGORITHMS`; equal on all ranks.
 
     Raises:
-        ConfigError: ``comm`` is an intercommunicator, or a thread was asked for and MPI does not allow it.
+        ConfigError: ``comm`` is an intercommunicator, a thread was asked for and MPI does not allow it, or there is no
+            such algorithm.
     """
 
     transport = "mpi"
+    algorithm: str = "alltoall"
+    #: what ``auto`` chooses by; measured when the first reduce-scatter is bound, where it is None by then
+    tuning: Tuning | None = None
 
     def __init__(
         self,
@@ -119,7 +129,9 @@ class MpiCommunicator(Communicator):
         threaded: bool | None = None,
         why: str = "",
         node: Node | None = None,
+        algorithm: str = "alltoall",
     ) -> None:
+        check_algorithm(algorithm)
         if comm.Is_inter():
             raise ConfigError("an intercommunicator was given; merge it first, an intracommunicator is needed")
         allowed = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
@@ -130,7 +142,7 @@ class MpiCommunicator(Communicator):
             )
         own = comm.Dup() if node is None else comm
         self._set_up(own, node or place(own), ops, Pump(allowed if threaded is None else threaded), chunk_bytes)
-        self._why = why
+        self._why, self.algorithm = why, algorithm
         self._adds = ops
         if self._pump.threaded and not self.on_device:
             self._adds = NumpyOps()  # their scratch is one thread's
@@ -140,23 +152,35 @@ class MpiCommunicator(Communicator):
         """Return the transport, the MPI library and its version, and why it was chosen."""
         name = library()
         why = self._why if self._why.startswith(name) else ", ".join(filter(None, [name, self._why]))
-        return f"{self.transport}, {why}"
+        how = "" if self.algorithm == "alltoall" else f", reduce-scatter {self.algorithm}"
+        return f"{self.transport}, {why}{how}"
 
     def _set_up(self, comm: MPI.Intracomm, node: Node, ops: Ops, pump: Pump, chunk_bytes: int) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), node, ops)
         self._mpi, self._pump, self.chunk_bytes = comm, pump, chunk_bytes
         self._tag, self.closed, self._why = 0, False, ""
+        if not pump.threaded and self.progress == "background":
+            self.progress = "none"
         self._apart: MPI.Intracomm | None = None
         self._line: deque[Series] = deque()
 
     def _share(self, parent: Any) -> None:
         """Take over what a communicator split from ``parent`` shares with it."""
         self._why, self._adds = parent._why, parent._adds
+        self.algorithm, self.tuning = parent.algorithm, parent.tuning
 
     @property
     def scratch_rule(self) -> Scratch:
-        """Two slots on the host, room for the blocks of all ranks on a device."""
-        return Scratch(self.transport, self.size, self.on_device, self.chunk_bytes)
+        """What the algorithm takes on the host, room for the blocks of all ranks on a device."""
+        return Scratch(self.transport, self.size, self.on_device, self.chunk_bytes, algorithm=self.algorithm)
+
+    def _sum_problem(self, full: Array, out: Array, wire: DType) -> str:
+        problem = super()._sum_problem(full, out, wire)
+        if problem or self.size == 1 or self.algorithm in ORDERED:
+            return problem
+        if self.bracket > 1:
+            return f"sums are by brackets of {self.bracket} ranks and algorithm {self.algorithm} has its own order"
+        return native_problem(full.dtype, wire) if self.algorithm == "native" else ""
 
     def _bind_all_gather(self, shard: Array, out: Array, tally: Tally, nbytes: int) -> Collective:
         count = shard.size
@@ -184,9 +208,15 @@ class MpiCommunicator(Communicator):
     def _bind_reduce_scatter(
         self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int
     ) -> Collective:
+        name = f"reduce-scatter number {self._bound - 1}"
+        if self.size > 1 and out.size and (algorithm := self._chosen(out.size * wire.itemsize)) != "alltoall":
+            assert scratch is not None  # bound buffers were validated
+            flight = self._bind_other(algorithm, full, out, scratch, wire)
+            if algorithm == "ring":
+                nbytes = out.nbytes * (self.size - 1)  # sums travel
+            return _MpiReduce(tally, nbytes, self._pump, lambda add: flight(name, add))
         cut = self.scratch_rule.cut(full.size, full.dtype, wire)
         pieces = Pieces(self.rank, full, out, scratch, wire, cut, self.bracket)
-        name = f"reduce-scatter number {self._bound - 1}"
         if self.size == 1 or cut.pieces == 1:
 
             def then(add: bool) -> None:
@@ -205,6 +235,31 @@ class MpiCommunicator(Communicator):
             return Series(name, cut.pieces, cut.slots, send, land, self._line)
 
         return _MpiReduce(tally, nbytes, self._pump, make)
+
+    def _chosen(self, nbytes: int) -> str:
+        """Return the algorithm for blocks of ``nbytes``; collective where it is still to be measured."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        if self.tuning is None:
+            self.tuning = measured(self)
+        return self.tuning.choose(nbytes * self.size)
+
+    def _bind_other(
+        self, algorithm: str, full: Array, out: Array, scratch: Array, wire: DType
+    ) -> Callable[[str, bool], Flight]:
+        """Return what makes the flight of a start, by name and whether to add."""
+        if algorithm == "native":
+            return Native(self._mpi, self._adds, full, out, scratch).flight
+        cut = self.scratch_rule.segments(algorithm, full.size, full.dtype, wire)
+        peers = Peers(self._mpi, self.rank, self.size, self._next_tag)
+        if algorithm == "ring":
+            return Ring(peers, self._adds, full, out, scratch, wire, cut).flight
+        return Pairwise(peers, self._adds, full, out, scratch, wire, cut, self.bracket).flight
+
+    def _next_tag(self) -> int:
+        """Return a tag; called where MPI is called, equally often on every rank."""
+        self._tag = (self._tag + 1) % _TAGS
+        return self._tag
 
     def _whole(self, pieces: Pieces) -> Post:
         """Send all blocks at once."""
@@ -246,13 +301,13 @@ class MpiCommunicator(Communicator):
         targets = [(self.rank + far) % self.size for far in range(1, self.size)]
 
         def post() -> list[MPI.Request]:
-            self._tag = (self._tag + 1) % _TAGS
+            tag = self._next_tag()
             return [
-                self._mpi.Irecv([piece, piece.size, kind], rank, self._tag)
+                self._mpi.Irecv([piece, piece.size, kind], rank, tag)
                 for rank in sources
                 for piece in pieces_of(receives[rank], step)
             ] + [
-                self._mpi.Isend([piece, piece.size, kind], rank, self._tag)
+                self._mpi.Isend([piece, piece.size, kind], rank, tag)
                 for rank in targets
                 for piece in pieces_of(sends[rank], step)
             ]
@@ -330,8 +385,3 @@ def library() -> str:
     """Return the MPI library and its version: "MPICH 5.0.2"."""
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
-
-
-def _wire(array: Array) -> Array:
-    """View an array as whole numbers of its width."""
-    return cast("Array", array.view(f"u{array.itemsize}"))

@@ -74,8 +74,8 @@ class Pieces:
         mine: Array = self._blocks[self.rank, first : first + width]
         if self._sent:
             mine = self._places[slot][self.rank, :width]
-        elif self._rounds:  # one rank alone sends nothing
-            row = self._rows[slot][0][:width]
+        elif self._rounds:  # nothing is sent
+            row = self._rows[slot][self.rank][:width]
             ops.copy(mine, row)
             mine = row
         return mine

@@ -7,7 +7,7 @@
 offset  bytes  field
 ======  =====  ===========================================================================
 0       8      magic, ``mpishard``; written last, so a file that has it is whole
-8       8      version of the layout, 1
+8       8      version of the layout, 2
 16      8      rank
 24      8      size, the number of ranks
 32      8      pid, in the rank's own PID namespace
@@ -25,6 +25,9 @@ The rest changes:
 152     8      operations noted so far
 160     8 x 40 the last operations: number (8 bytes, from 1) and name (32 bytes, cut or padded);
                operation ``n`` stands in slot ``n % 8``
+480     8      milliseconds in the last operation
+488     8      milliseconds without progress (:mod:`mpishard.comm.stall`)
+496     8      the same of the rank of its node that has the fewest, as far as this rank has looked
 ======  =====  ===========================================================================
 
 A whole number is stored by one copy of 8 aligned bytes, so a reader never sees half of one. A name may be read
@@ -46,10 +49,19 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RankRecord", "Snapshot", "State", "kernel_identity", "process_start", "read_record", "record_path"]
+__all__ = [
+    "RankRecord",
+    "Snapshot",
+    "State",
+    "kernel_identity",
+    "process_start",
+    "process_stopped",
+    "read_record",
+    "record_path",
+]
 
 _MAGIC = b"mpishard"
-_VERSION = 1
+_VERSION = 2
 _BYTES = 512
 _HEAD = struct.Struct("=8sqqqqq16s64s")
 _LIVE = struct.Struct("=qqqq")
@@ -58,6 +70,9 @@ _SLOTS = 8
 _RING = _HEAD.size + _LIVE.size
 #: places of the changing whole numbers, in units of 8 bytes
 _STATE, _BEATS, _STEP, _NOTED = (_HEAD.size // 8 + place for place in range(4))
+_STANDS = struct.Struct("=qqq")
+_STANDING = _RING + _SLOTS * _SLOT.size
+_INSIDE, _STILL, _NODE = (_STANDING // 8 + place for place in range(3))
 
 
 class State(enum.IntEnum):
@@ -86,6 +101,12 @@ class Snapshot:
     step: int
     #: the last operations as (number, name), oldest first; at most 8
     operations: tuple[tuple[int, str], ...]
+    #: operations noted so far
+    noted: int = 0
+    #: seconds in the last operation, without progress, and the least without progress in its node, as it said itself
+    inside: float = 0.0
+    still: float = 0.0
+    node_still: float = 0.0
 
     def __str__(self) -> str:
         step = f"in step {self.step}" if self.step >= 0 else "before the first step"
@@ -142,6 +163,23 @@ class RankRecord:
         if flush:
             self._map.flush()
 
+    @property
+    def noted(self) -> int:
+        """Operations noted so far."""
+        return self._noted
+
+    @property
+    def operation(self) -> bytes:
+        """The name of the last one, as it was cut; empty before the first."""
+        at = _RING + self._noted % _SLOTS * _SLOT.size + 8
+        return self._map[at : at + 32].rstrip(b"\0")
+
+    def stand(self, inside: float, still: float, node_still: float) -> None:
+        """Say for how many seconds this rank has been in its operation, and without progress."""
+        self._words[_INSIDE] = round(1000 * inside)
+        self._words[_STILL] = round(1000 * still)
+        self._words[_NODE] = round(1000 * node_still)
+
     def close(self, state: State) -> None:
         """Leave ``state`` and give the mapping back; nothing may be noted afterwards. Again is free."""
         if not self._map.closed:
@@ -180,7 +218,10 @@ def read_record(path: Path) -> Snapshot | None:
     slots = (_SLOT.unpack_from(data, _RING + slot * _SLOT.size) for slot in range(_SLOTS))
     # An operation that begins while this is read stands in place of the oldest one.
     operations = sorted((number, _text(name)) for number, name in slots if number > max(0, noted - _SLOTS))
-    return Snapshot(rank, size, pid, started, identity, _text(host), State(state), beats, step, tuple(operations))
+    seconds = (each / 1000 for each in _STANDS.unpack_from(data, _STANDING))
+    return Snapshot(
+        rank, size, pid, started, identity, _text(host), State(state), beats, step, tuple(operations), noted, *seconds
+    )
 
 
 def _text(padded: bytes) -> str:
@@ -199,6 +240,16 @@ def kernel_identity() -> bytes:
         return os.urandom(16)
     text = boot + f"{namespace.st_dev} {namespace.st_ino}".encode()
     return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def process_stopped(pid: int) -> bool:
+    """Return whether a process is stopped by a signal or a debugger; False where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            text = file.read(1024)
+    except OSError:
+        return False
+    return (text or b"").rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
 
 
 def process_start(pid: int) -> int | None:

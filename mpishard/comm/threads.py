@@ -162,6 +162,7 @@ class ThreadsCommunicator(Communicator):
     """
 
     transport = "threads"
+    progress = "copies"
 
     def __init__(self, rank: int, group: _Group, ops: Ops, deadline: float = DEADLINE) -> None:
         size = len(group.members)

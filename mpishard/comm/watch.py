@@ -16,7 +16,10 @@ The folder holds ``ended``, made empty at the start, because a file that is ther
 than a new one is seen to appear. Who finds a peer gone says so in it, and every rank reads it in each tick. Who
 can make the file ``found`` is the one that prints. Then each rank waits for ``GRACE`` seconds, in which a launcher
 that ends the job by itself does so with its own exit code, and leaves by ``os._exit``: the main thread may sit in
-MPI, or in a computation, and never come back.
+MPI, or in a computation, and never come back. What was printed stands in ``why`` too: launchers lose output.
+
+Where no rank makes progress any more (:mod:`mpishard.comm.stall`), who finds it says that instead. Each rank then
+leaves its Python stacks beside its record, and ``GRACE`` seconds later one of them tells of all.
 """
 
 from __future__ import annotations
@@ -24,20 +27,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import select
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from mpishard.comm.base import Communicator
 from mpishard.comm.record import RankRecord, State, kernel_identity, process_start, read_record, record_path
+from mpishard.comm.stall import Stall
+from mpishard.comm.standstill import EXIT_STALLED, read_standings, report, write_stack
 from mpishard.comm.together import on_rank_zero, together
 from mpishard.errors import ConfigError
 
-__all__ = ["EXIT_PEER_GONE", "GRACE", "TICK", "Watch"]
+__all__ = ["EXIT_PEER_GONE", "EXIT_STALLED", "GRACE", "TICK", "Watch"]
 
 #: The exit code of a rank that ends because a peer is gone, silent or has failed.
 EXIT_PEER_GONE = 3
@@ -50,7 +56,9 @@ GRACE = 2.0
 _PLACE = struct.Struct("=qqqq16s")
 #: kind and rank of the failure that ``ended`` names
 _ENDED = struct.Struct("=8sq")
-_FAILED, _GONE = b"failed", b"gone"
+_FAILED, _GONE, _STALLED, _TOLD = b"failed", b"gone", b"stalled", b"told"
+#: what is news where something was found before
+_WORSE = (_GONE, _STALLED, _TOLD)
 
 
 @dataclass
@@ -86,16 +94,24 @@ class Watch:
         folder: on a file system that all ranks see; made where it is missing. What an earlier run left is removed.
         silence: seconds without a beat after which a rank on another machine is taken for gone; 0 for never. More
             than a beat can be late: a beat waits for code that holds the interpreter's lock.
+        stall: seconds without progress of any rank after which the job ends; 0 for never.
+        waits: names of operations, without what stands in brackets, in which a rank waits for others.
 
     Raises:
-        ConfigError: ``silence`` is negative or not finite.
+        ConfigError: ``silence`` or ``stall`` is negative or not finite.
     """
 
-    def __init__(self, comm: Communicator, folder: Path, *, silence: float) -> None:
-        if not 0 <= silence < math.inf:
-            raise ConfigError(f"a silence of {silence:g} s was asked for; give seconds, or 0 to wait for ever")
+    def __init__(
+        self, comm: Communicator, folder: Path, *, silence: float, stall: float = 0.0, waits: Collection[str] = ()
+    ) -> None:
+        for what, seconds in (("silence", silence), ("stall", stall)):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"a {what} of {seconds:g} s was asked for; give seconds, or 0 to wait for ever")
         self.folder = folder
         self._comm, self._silence = comm, silence
+        self._limit, self._waits = stall, waits
+        self._stall: Stall | None = None
+        self._bell = -1
         self._peers: list[_Peer] = []
         self._failed_ticks = 0
         self._stop = threading.Event()
@@ -121,6 +137,7 @@ class Watch:
         self._record = together(comm, lambda: RankRecord(self.folder, comm.rank, comm.size))
         self._find_peers()
         if self._peers:
+            self._heard, self._bell = os.pipe()
             self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
             self._thread.start()
         return self
@@ -134,9 +151,14 @@ class Watch:
                 self._comm.barrier()  # still watched: a peer may be gone now too
                 state = State.ENDED
         finally:
+            if state is State.FAILED and error is not None and self._comm.size > 1:
+                self._mourn(error)
             self._stop.set()
             if self._thread is not None:
+                os.write(self._bell, b"!")
                 self._thread.join()
+                os.close(self._bell)
+                os.close(self._heard)
             with contextlib.suppress(OSError):
                 self._record.close(state)
             if state is State.FAILED:
@@ -146,7 +168,7 @@ class Watch:
 
     def _clean(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in [*self.folder.glob("rank-*"), self.folder / "found"]:
+        for path in [path for name in ("rank-*", "stack-*", "found", "why") for path in self.folder.glob(name)]:
             path.unlink(missing_ok=True)
         (self.folder / "ended").write_bytes(b"")
 
@@ -154,26 +176,54 @@ class Watch:
         node, pid, identity = self._comm.node, os.getpid(), kernel_identity()
         mine = _PLACE.pack(node.index, node.local_rank, pid, process_start(pid) or 0, identity)
         self._flushes = node.local_rank == 0 and node.count > 1
+        mates, leaders = [], []
         for rank, record in enumerate(self._comm.exchange(mine, "places of the ranks")):
             index, local_rank, other, started, theirs = _PLACE.unpack(record)
             near = index == node.index
+            if near and rank != self._comm.rank:
+                mates.append(rank)
+            elif not near and local_rank == 0:
+                leaders.append(rank)
             next_leader = self._flushes and local_rank == 0 and index == (node.index + 1) % node.count
             if (near or next_leader) and (other, theirs) != (pid, identity):
                 # A kernel may hide processes even so; then beats have to do.
                 peer = _Peer(rank, other, started, visible=True)
                 peer.visible = theirs == identity and not _is_gone(peer)
                 self._peers.append(peer)
+        if self._limit:
+            self._stall = Stall(
+                self.folder, self._record, mates, leaders, seconds=self._limit, waits=self._waits
+            )
 
     # --- the thread
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK):
-            self._tick()
+        poll = select.poll()
+        poll.register(self._heard, select.POLLIN)
+        handles = [handle for peer in self._peers if peer.visible if (handle := _handle(peer.pid)) is not None]
+        for handle in handles:
+            poll.register(handle, select.POLLIN)
+        due = time.monotonic() + TICK
+        while not self._stop.is_set():
+            ended = [handle for handle, _ in poll.poll(1000 * max(0.0, due - time.monotonic()))]
+            if self._heard in ended:
+                break
+            for handle in ended:  # a process has ended: no tick is waited for
+                poll.unregister(handle)
+            self._look_up()
+            if time.monotonic() >= due:
+                self._tick()
+                due = time.monotonic() + TICK
+        for handle in handles:
+            os.close(handle)
 
-    def _tick(self) -> None:
+    def _look_up(self) -> None:
         for peer in self._peers:
             if peer.visible and _is_gone(peer):
                 self._lost(peer)
+        self._peers = [peer for peer in self._peers if peer.rank >= 0]
+
+    def _tick(self) -> None:
         # A tick in which the file system fails is none: it counts for nobody's silence.
         with contextlib.suppress(OSError):
             self._record.beat(self._flushes)
@@ -181,6 +231,8 @@ class Watch:
             for peer in self._peers:
                 if not peer.visible:
                     self._listen(peer)
+            if self._stall is not None and not self._stop.is_set() and self._stall.tick(TICK):
+                self._stand_still()
         self._peers = [peer for peer in self._peers if peer.rank >= 0]
 
     def _lost(self, peer: _Peer) -> None:
@@ -217,8 +269,12 @@ class Watch:
         if len(data) < _ENDED.size:
             return
         kind, rank = _ENDED.unpack_from(data)
-        if kind.rstrip(b"\0") == _GONE:
+        kind = kind.rstrip(b"\0")
+        if kind == _GONE:
             self._leave()
+            return
+        if kind in (_STALLED, _TOLD):
+            self._stand_still(told=kind == _TOLD)
             return
         self._failed_ticks += 1
         if self._failed_ticks * TICK > GRACE:
@@ -230,13 +286,51 @@ class Watch:
         """Print one line, unless another rank has, and end this process."""
         if self._claims():
             self._tell(_GONE, rank)
-            os.write(2, f"mpishard: {self._describe(rank, what)}\n".encode())  # sys.stderr may be locked for ever
+            self._say(f"mpishard: {self._describe(rank, what)}\n")
         self._leave()
 
-    def _leave(self) -> None:
-        time.sleep(GRACE)
-        self._exit(EXIT_PEER_GONE)
+    def _say(self, text: str) -> None:
+        os.write(2, text.encode(errors="replace"))  # sys.stderr may be locked for ever
+        with contextlib.suppress(OSError):
+            (self.folder / "why").write_text(text, encoding="utf-8", errors="replace")
+
+    def _mourn(self, error: BaseException) -> None:
+        """Say, of an exception that ends all ranks, where this one was; what users can mend is told by itself."""
+        if isinstance(error, Exception) and not isinstance(error, ConfigError | BrokenPipeError) and self._claims():
+            first = (str(error).strip().splitlines() or [""])[0]
+            what = f"has failed: {type(error).__name__}: {first}"
+            self._say(f"mpishard: {self._who(self._comm.rank)} {what}; all ranks end, its traceback says where\n")
+
+    def _leave(self, code: int = EXIT_PEER_GONE, seconds: float | None = None) -> None:
+        time.sleep(GRACE if seconds is None else seconds)
+        self._exit(code)
         self._stop.set()
+
+    def _stand_still(self, *, told: bool = False) -> None:
+        """No rank makes progress: leave this one's stacks; one rank tells of all; end this process."""
+        if not told:
+            write_stack(self.folder, self._comm.rank)
+            self._record.beat(True)
+        if told or not self._claims():
+            self._await_report()
+            self._leave(EXIT_STALLED, GRACE / 4)
+            return
+        self._tell(_STALLED, self._comm.rank)
+        time.sleep(GRACE)
+        quiet = [self._stall.quiet(rank) if self._stall else 0.0 for rank in range(self._comm.size)]
+        lines = report(read_standings(self.folder, self._comm.size, quiet), self._limit, self.folder)
+        self._say("\n".join(lines) + "\n")
+        self._tell(_TOLD, self._comm.rank)
+        self._leave(EXIT_STALLED, GRACE / 4)
+
+    def _await_report(self) -> None:
+        """Return when the report was printed, or its time is over: the first rank that leaves may end them all."""
+        limit = time.monotonic() + 5 * GRACE
+        while time.monotonic() < limit:
+            with contextlib.suppress(OSError, struct.error):
+                if _ENDED.unpack_from((self.folder / "ended").read_bytes())[0].rstrip(b"\0") in (_TOLD, _GONE):
+                    return
+            time.sleep(min(TICK, GRACE / 4))
 
     def _claims(self) -> bool:
         try:
@@ -250,19 +344,29 @@ class Watch:
     def _tell(self, kind: bytes, rank: int) -> None:
         """Write into ``ended``, where that can be done; that a rank has failed is no news where one is gone."""
         with contextlib.suppress(OSError), open(self.folder / "ended", "r+b", buffering=0) as file:
-            if kind == _GONE or not file.read(1):
+            if kind in _WORSE or not file.read(1):
                 file.seek(0)
                 file.write(_ENDED.pack(kind, rank))
 
-    def _describe(self, rank: int, what: str) -> str:
+    def _who(self, rank: int) -> str:
         snapshot = None
         with contextlib.suppress(OSError):
             snapshot = read_record(record_path(self.folder, rank))
-        known = f" (host {snapshot.host}, pid {snapshot.pid}, {snapshot})" if snapshot else ""
+        return f"rank {rank}" + (f" (host {snapshot.host}, pid {snapshot.pid}, {snapshot})" if snapshot else "")
+
+    def _describe(self, rank: int, what: str) -> str:
         return (
-            f"rank {rank}{known} {what}; the other ranks end with exit code {EXIT_PEER_GONE}; look for the cause "
+            f"{self._who(rank)} {what}; the other ranks end with exit code {EXIT_PEER_GONE}; look for the cause "
             "where it ran (memory, a signal, a traceback), then resume from the last checkpoint"
         )
+
+
+def _handle(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when a process has ended; None where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _is_gone(peer: _Peer) -> bool:

@@ -35,6 +35,8 @@ class Work(ABC):
         self._tally = tally
         self._started = time.perf_counter()
         self._arrived = False
+        #: when the result was there (perf_counter), once it was waited for
+        self.arrival = 0.0
 
     @abstractmethod
     def _complete(self) -> float | None:
@@ -52,7 +54,8 @@ class Work(ABC):
         arrived = self._complete()
         end = time.perf_counter()
         self._arrived = True
-        self._count(end - begin, (end if arrived is None else arrived) - self._started)
+        self.arrival = end if arrived is None else arrived
+        self._count(end - begin, self.arrival - self._started)
 
     def _count(self, waited: float, busy: float) -> None:
         """Note the host's seconds in :meth:`wait`, and from start to arrival."""
@@ -60,7 +63,7 @@ class Work(ABC):
         self._tally.busy += busy
 
     def released(self) -> None:  # noqa: B027 - most transports share nothing
-        """Say that this rank no longer reads ``out``."""
+        """Say that this rank no longer reads ``out``, and block until it may be overwritten."""
 
     def wait_inputs(self) -> None:
         """Block until this rank's input may be overwritten; implies :meth:`wait`."""

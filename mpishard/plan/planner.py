@@ -71,7 +71,8 @@ class Job:
             batch.
         micro_batch, global_batch: samples; a global batch of 0 is one micro-batch a rank.
         node: ranks of a node, of which ``hybrid_shard`` makes its groups unless the settings do.
-        transport: how ranks talk; ``auto`` is MPI for several.
+        transport: how ranks talk; ``auto`` is MPI for several, or ``node`` for those of one node without GPUs.
+        algorithm: how reduce-scatters over ``mpi`` and ``hierarchical`` go without GPUs.
         on_device: whether arrays are on GPUs, as they are with offload: MPI and NCCL receive a whole unit there.
         states: names of what the optimiser keeps for each parameter.
         offload: ``none``, or ``optimizer``: masters and moments lie in the host's memory.
@@ -84,6 +85,7 @@ class Job:
     global_batch: int = 0
     node: int = 8
     transport: str = "auto"
+    algorithm: str = "alltoall"
     on_device: bool = False
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     offload: str = "none"
@@ -186,11 +188,23 @@ class Planner:
 
     def _world(self, settings: Settings, ranks: int) -> World:
         job = self.job
-        name = ("mpi" if ranks > 1 else "local") if job.transport == "auto" else job.transport
+        name = job.transport
+        if name == "auto":
+            inside = not job.gpu and ranks <= job.node
+            name = "local" if ranks == 1 else "node" if inside else "mpi"
         own = 0
-        if name not in ("local", "threads"):  # operations of its own: a second stream's, or those of MPI's thread
+        if name not in ("local", "threads", "node"):  # operations of a second stream's, or of MPI's thread
             own = 2 * SMALL_SCRATCH if job.gpu else SCRATCH
-        return World.imagined(0, ranks, settings, node=job.node, transport=name, on_device=job.gpu, own_bytes=own)
+        return World.imagined(
+            0,
+            ranks,
+            settings,
+            node=job.node,
+            transport=name,
+            on_device=job.gpu,
+            own_bytes=own,
+            algorithm=job.algorithm,
+        )
 
     @cached_property
     def _ops_bytes(self) -> int:

@@ -133,7 +133,7 @@ def plan_model(
         dtype, reduce_dtype: as an engine's ``dtype_name`` and ``reduce_dtype``.
         micro_batch, global_batch: samples; without a global batch each rank has one micro-batch.
         node: ranks of a node: a group of ``hybrid_shard`` unless the settings name one.
-        transport: ``auto`` (MPI for several ranks), or that of the job.
+        transport: ``auto`` (MPI for several ranks, shared memory on one node without GPUs), or the job's.
         on_device: whether arrays are on GPUs, where MPI and NCCL receive a whole unit.
         offload: ``none``, or ``optimizer``.
         devices: name -> bytes.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -24,12 +23,12 @@ from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
 from mpishard.errors import EngineError
 from mpishard.nn.model import Model
-from mpishard.shard.control import Agreement, Report, combine, compare, describe
+from mpishard.shard.control import Agreement, Report, agree, describe, same_schedules
 from mpishard.shard.dealing import deal
 from mpishard.shard.entry import Entry, feed_problem, memory_together, name_problem, prediction_problem, rate_problem
 from mpishard.shard.exact import ExactSum
 from mpishard.shard.forecast import forecast
-from mpishard.shard.instructions import Instruction, digest
+from mpishard.shard.instructions import Instruction
 from mpishard.shard.layout import layout
 from mpishard.shard.ledger import Ledger, most_taken
 from mpishard.shard.loss_scale import LossScale
@@ -38,8 +37,9 @@ from mpishard.shard.offload import Updates, pinned_for, take_together
 from mpishard.shard.outline import outline_of, separated
 from mpishard.shard.precision import precision
 from mpishard.shard.program import Action, Compiler
-from mpishard.shard.results import Evaluation, Optimizer, StepResult
+from mpishard.shard.results import Evaluation, Optimizer, StepResult, spent
 from mpishard.shard.runner import Feed
+from mpishard.shard.running import Trace, Traced, run
 from mpishard.shard.schedule import Settings
 from mpishard.shard.state import fingerprint, initialise, refresh
 from mpishard.shard.steps import steps_of
@@ -124,9 +124,8 @@ class Engine:
             self.outline, self.layouts, settings, types, world, trained=optimizer is not None, schedule=schedule
         )
         self.schedule = steps.schedules[0]
-        self._digests = [digest(one, facts) for one in steps.schedules]
         # Before ranks bind what others do not.
-        compare(comm.exchange(b"".join(self._digests), "the start of an engine"))
+        self._digests = same_schedules(comm, steps.schedules, facts)
 
         trained = optimizer.states if optimizer is not None else None
         if isinstance(ops, ShapeOps):
@@ -176,6 +175,8 @@ class Engine:
         self._stop: Stop = False
         #: told the name of each instruction before it runs
         self.note: Callable[[bytes], None] | None = None
+        #: notes when the instructions of some training steps run
+        self.trace: Trace | None = None
         self._position = 0
         self._agreement: Agreement | None = None
         self._factor = 0.0
@@ -210,14 +211,15 @@ class Engine:
         if self.optimizer is None:
             raise EngineError("the engine was made without an optimiser; it can evaluate and predict")
         what = f"step {self.steps}"
+        traced = self.trace.begin(self.steps) if self.trace is not None else None
         self.entry.meet(what, rate_problem(lr) or feed_problem(feed, self.model, self.global_batch), feed)
         self._lr, self._more, self._stop = float(lr), bool(more), stop
         self._scale = self._nominal * (self.loss_scale.scale if self.loss_scale is not None else 1.0)
         self._running.update(struct.pack("<dd", self._lr, self._scale))
         self._runner.begin(self.steps, feed, self._scale, training=True)
-        busy = self._busy()
-        seconds = self._run(self._train, what, self.ledger)
-        seconds["communicating"] = self._busy() - busy
+        before = self._spent()
+        seconds = self._run(self._train, what, self.ledger, traced)
+        seconds |= self._spent(before)
         known = self._agreement
         if known is None:
             raise EngineError("the step has no Agree")
@@ -233,9 +235,13 @@ class Engine:
             self.steps - 1, loss, known.tokens, norm, self._lr, updated, known.more, known.stop, used, seconds
         )
 
-    def _busy(self) -> float:
-        comms = (self.comm, *(self._parts or ()))
-        return sum((tally.busy for comm in comms for tally in comm.tallies.values()), 0.0)
+    @property
+    def actions(self) -> Sequence[Action]:
+        """The training step, ready to run."""
+        return self._train
+
+    def _spent(self, before: Mapping[str, float] | None = None) -> dict[str, float]:
+        return spent([self.comm, *(self._parts or ())], before)
 
     def evaluate(self, feed: Feed | None) -> Evaluation:
         """Loss of one global batch without training. Collective."""
@@ -247,7 +253,7 @@ class Engine:
 
     def _combine_evaluation(self) -> Evaluation:
         report = self._report(self._digests[1], ExactSum(), stop=False)
-        known = combine(self.comm.exchange(report.pack(), "the loss of an evaluation"))
+        known = agree(self.comm, report, "the loss of an evaluation", self._ran)
         return Evaluation(known.loss, known.tokens)
 
     def predict(self, sample: Array, position: int) -> Array:
@@ -268,27 +274,14 @@ class Engine:
         self._runner.begin(self.steps, None, 1.0, training=False)
         self._run(self._pred, "a prediction")
 
-    def _run(self, program: list[Action], what: str, ledger: Ledger | None = None) -> dict[str, float]:
-        """Run the actions in order; return seconds by kind, starting collectives among computing."""
-        times = {"compute": 0.0, "start": 0.0, "wait": 0.0}
-        clock = time.perf_counter
-        begin = last = clock()
-        # Overflow is no warning here: the agreed norm says whether the step is finite, and for all ranks alike.
-        with self.entry.until_done(what), np.errstate(all="ignore"):
-            for action in program:
-                if self.note is not None:
-                    self.note(action.name)
-                if action.mark:
-                    self._running.update(action.mark)
-                if ledger is not None:
-                    ledger.before(action)
-                action.run()
-                if ledger is not None:
-                    ledger.after(action)
-                now = clock()
-                times[action.kind] += now - last
-                last = now
-        return {"computing": times["compute"] + times["start"], "waiting": times["wait"], "total": last - begin}
+    def _run(
+        self, program: list[Action], what: str, ledger: Ledger | None = None, traced: Traced | None = None
+    ) -> dict[str, float]:
+        with self.entry.until_done(what):
+            return run(
+                program, note=self.note, running=self._running, ledger=ledger, traced=traced,
+                arrival=lambda: self._compiler.arrival,
+            )  # fmt: skip
 
     # --- what the instructions call
 
@@ -319,10 +312,14 @@ class Engine:
         squares.add_words(self.ops.fetch(self._squares))
         stop = bool(self._stop() if callable(self._stop) else self._stop)
         report = self._report(self._digests[0], squares, stop=stop)
-        known = combine(self.comm.exchange(report.pack(), "the end of a step"))
-        self._agreement = known
+        self._agreement = known = agree(self.comm, report, "the end of a step", self._ran)
         if known.finite and known.tokens and self.optimizer is not None:
             self._factor = self.optimizer.clip(self._norm(known)) / (self._scale * known.tokens)
+
+    def _ran(self) -> list[str]:
+        """What differs where ranks ran different things: rates, and the collectives of a step."""
+        rates = [f"learning rate {self._lr!r}", f"loss scale {self._scale / self._nominal!r}"]
+        return rates + [action.mark.decode() for action in self._train if action.mark]
 
     def _norm(self, known: Agreement) -> float:
         """Global norm of the mean gradient."""

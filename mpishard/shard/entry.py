@@ -23,7 +23,19 @@ from mpishard.errors import ConfigError, EngineError
 from mpishard.nn.model import Model
 from mpishard.shard.feed import DIGEST_BYTES, Batch, sample_problem
 
-__all__ = ["Entry", "feed_problem", "memory_together", "name_problem", "number", "prediction_problem", "rate_problem"]
+__all__ = [
+    "WAITS",
+    "Entry",
+    "feed_problem",
+    "memory_together",
+    "name_problem",
+    "number",
+    "prediction_problem",
+    "rate_problem",
+]
+
+#: operations, of those that an engine notes, in which a rank may wait for others
+WAITS = ("Meet", "Await", "Absorb", "Release", "AllReduce", "Agree", "Replicate")
 
 _Taken = TypeVar("_Taken")
 _KIND = 16
@@ -57,6 +69,8 @@ class Entry:
         self.closed = False
         #: what has begun and not ended: it runs, or it failed and left collectives in flight
         self.unended = ""
+        #: told of each meeting before it begins
+        self.note: Callable[[bytes], None] | None = None
 
     def check(self, what: str) -> None:
         """Say why the engine cannot do ``what`` any more.
@@ -92,6 +106,8 @@ class Entry:
             ConfigError: on all ranks: the first problem of any of them, or that their feeds differ.
         """
         self.check(what)
+        if self.note is not None:
+            self.note(f"Meet({what})".encode())
         compared = not problem and self.comm.size > 1
         digest = feed.digest() if compared and isinstance(feed, Batch) else b""
         line = " ".join(problem.split()).encode(errors="replace")[:_PROBLEM]

@@ -97,6 +97,8 @@ class Compiler:
         self._bound: dict[tuple[object, ...], Collective] = {}
         self._views: dict[tuple[str, str, int], dict[str, Array]] = {}
         self._works: dict[str, Work] = {}
+        #: when the collective arrived that was waited for last (perf_counter)
+        self.arrival = 0.0
         self._resident = {
             name: views(part.resident, layouts[name]) for name, part in state.items() if part.resident is not None
         }
@@ -311,7 +313,9 @@ class Compiler:
         self._works[unit] = collective.start()
 
     def _await(self, unit: str) -> None:
-        self._works[unit].wait()
+        work = self._works[unit]
+        work.wait()
+        self.arrival = work.arrival
 
     def _release(self, unit: str, buffer: Array) -> None:
         work = self._works.pop(unit)
@@ -324,14 +328,18 @@ class Compiler:
         self._works[unit] = collective.start()
 
     def _shared(self, unit: str) -> None:
-        self._works.pop(unit).wait_inputs()
+        self._finish(self._works.pop(unit))
 
     def _start_reduce(self, unit: str, collective: Collective, add: bool) -> None:
         self._works["gradient of " + unit] = collective.start(add)
 
     def _absorb(self, unit: str, buffer: Array) -> None:
-        self._works.pop("gradient of " + unit).wait_inputs()
+        self._finish(self._works.pop("gradient of " + unit))
         self.arena.spoil(buffer)
+
+    def _finish(self, work: Work) -> None:
+        work.wait_inputs()
+        self.arrival = work.arrival
 
 
 def _finish(collective: Collective) -> None:

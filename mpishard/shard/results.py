@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mpishard.array.dtypes import Array
 from mpishard.array.ops import Ops
+from mpishard.comm.base import Communicator
 
-__all__ = ["Evaluation", "Optimizer", "StepResult"]
+__all__ = ["Evaluation", "Optimizer", "StepResult", "hidden_share", "spent"]
 
 
 class Optimizer(Protocol):
@@ -56,7 +57,8 @@ class StepResult:
         more, stop: every rank has data for the next step; some rank wants to stop.
         loss_scale: by which the loss was multiplied in this step; 1 without loss scaling.
         seconds: this rank's time: ``computing``, ``waiting`` for others, ``communicating`` (in flight, hidden
-            or not), ``total``.
+            or not), ``total``; and of the collectives that carry parameters and gradients ``in_flight`` and
+            ``exposed``, the part of it in which computation stood still.
     """
 
     step: int
@@ -69,6 +71,32 @@ class StepResult:
     stop: bool
     loss_scale: float
     seconds: dict[str, float] = field(compare=False)
+
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of communication that was hidden behind computing; None where there was none."""
+        return hidden_share(self.seconds.get("in_flight", 0.0), self.seconds.get("exposed", 0.0))
+
+
+def hidden_share(busy: float, waited: float) -> float | None:
+    """Return 1 - waited / busy, from 0 to 1; None where nothing was communicated."""
+    return min(1.0, max(0.0, 1.0 - waited / busy)) if busy > 0 else None
+
+
+def spent(comms: Sequence[Communicator], before: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the seconds that communicators' tallies have, less those of ``before``.
+
+    Where nothing moves while a rank computes, a collective is in flight only while somebody waits for it.
+    """
+    now = dict.fromkeys(("communicating", "in_flight", "exposed"), 0.0)
+    for comm in comms:
+        for name, tally in comm.tallies.items():
+            now["communicating"] += tally.busy
+            if name in ("all_gather", "reduce_scatter"):
+                now["exposed"] += tally.waited
+                now["in_flight"] += tally.busy if comm.progress == "background" else tally.waited
+    return {name: seconds - (before[name] if before is not None else 0.0) for name, seconds in now.items()}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mpishard.shard.instructions import (
     short,
 )
 
-__all__ = ["MEANINGS", "Sent", "legend", "lines", "most_gathered", "sent"]
+__all__ = ["MEANINGS", "Sent", "hideable", "legend", "lines", "most_gathered", "sent"]
 
 #: what each instruction does, in a line
 MEANINGS: dict[type[Instruction], str] = {
@@ -120,6 +120,29 @@ def sent(
         so_far = totals.get(type(step), Sent(0, 0))
         totals[type(step)] = Sent(so_far.calls + 1, so_far.bytes + each * (ranks - 1))
     return totals
+
+
+def hideable(schedule: Sequence[Instruction], sizes: Mapping[str, int]) -> float:
+    """Return the share of what a schedule communicates that has something computed between its start and its wait.
+
+    Args:
+        sizes: unit -> how much its collectives carry, in any unit of measure.
+    """
+    total = hidden = 0
+    open_: dict[tuple[type[Instruction], str], bool] = {}
+    ends = {Await: Gather, Absorb: Reduce}
+    for step in schedule:
+        if isinstance(step, Gather | Reduce):
+            open_[type(step), step.unit] = False
+        elif isinstance(step, Await | Absorb):
+            size = sizes[step.unit]
+            total += size
+            hidden += size if open_.pop((ends[type(step)], step.unit), False) else 0
+        elif isinstance(step, AllReduce | Replicate):
+            total += sizes[step.unit]
+        elif isinstance(step, (*_COMPUTES, Update)):
+            open_ = dict.fromkeys(open_, True)
+    return hidden / total if total else 1.0
 
 
 def most_gathered(schedule: Sequence[Instruction], sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:

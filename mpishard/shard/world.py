@@ -87,6 +87,7 @@ class World:
         transport: str = "mpi",
         on_device: bool = False,
         own_bytes: int = 0,
+        algorithm: str = "alltoall",
     ) -> World:
         """Return a world that is not there.
 
@@ -95,10 +96,15 @@ class World:
             transport: how its ranks talk.
             on_device: whether arrays are on GPUs.
             own_bytes: memory that the transport would hold for itself.
+            algorithm: how reduce-scatters over ``mpi`` go on the host.
 
         Raises:
             ConfigError: the group does not divide the ranks.
         """
         group = group_of(settings, size, node or size)
-        inside, across = (transport_scratch(transport, n, on_device=on_device) for n in (group, size // group))
+        near = min(node or size, size)
+        inside, across = (
+            transport_scratch(transport, ranks, on_device=on_device, algorithm=algorithm, local_size=local)
+            for ranks, local in ((group, min(near, group)), (size // group, max(1, near // group)))
+        )
         return cls(rank, size, group, inside, across, own_bytes)

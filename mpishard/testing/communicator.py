@@ -107,7 +107,8 @@ def _all_reduce(comm: Communicator) -> None:
         for _ in range(2):
             array = put(comm, arrays[comm.rank])
             comm.all_reduce(array)
-            same(read(comm, array), ordered(arrays, 0, count, None), f"all_reduce of {name} x {count}")
+            expected = ordered(arrays, 0, count, None, bracket=comm.bracket)
+            same(read(comm, array), expected, f"all_reduce of {name} x {count}")
 
 
 @_check
@@ -199,6 +200,24 @@ def _input_is_free_only_after_wait_inputs(comm: Communicator) -> None:
                 work.wait_inputs()
                 write(comm, flight.input, np.full(flight.input.size, 0x7E7E, np.uint16).astype(flight.dtype))
             work.wait_inputs()
+
+
+@_check
+def _out_is_free_after_released(comm: Communicator) -> None:
+    """Each rank in turn is late to read; the others overwrite what they gathered as early as they may."""
+    gather, _ = pair(comm)
+    for late in range(comm.size):
+        gather.fill(late)
+        comm.barrier()
+        work = gather.collective.start()
+        if comm.rank == late:
+            time.sleep(0.03)
+        work.wait()
+        gather.check(late)
+        work.released()
+        write(comm, gather.out, np.zeros_like(read(comm, gather.out)))
+        work.wait_inputs()
+        read(comm, gather.out)  # a device is done before the buffers are given back
 
 
 @_check
@@ -296,8 +315,10 @@ def _split(comm: Communicator) -> None:
     parts = [group for group in (everyone[::2], everyone[1::2]) if group]
     part = comm.split(parts)
     own = everyone[comm.rank % 2 :: 2]
-    place = (part.rank, part.size, part.transport)
-    require(place == (own.index(comm.rank), len(own), comm.transport), f"a group of ranks {own}: it is {place}")
+    place = (part.rank, part.size)
+    require(place == (own.index(comm.rank), len(own)), f"a group of ranks {own}: rank and size are {place}")
+    known = (comm.transport, *comm.children)
+    require(part.transport in known, f"a group of {comm.transport} is {part.transport}; it can be {known}")
     records = part.exchange(bytes([comm.rank]))
     require(records == [bytes([rank]) for rank in own], f"a group of ranks {own} exchanges {records}")
     for child in (part, backwards, comm):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from mpishard.array.dtypes import DTYPES, Array, DType
 from mpishard.comm.base import Communicator
 from mpishard.errors import CommError, ConfigError
-from mpishard.testing.contract import refused
+from mpishard.testing.contract import refused, require
 from mpishard.testing.rounds import Gather, Reduce, put, read, room, same, scratch_for, write
 
 __all__ = ["CHECKS", "FLOATS", "SIZES", "floats"]
@@ -87,16 +88,19 @@ def _what_is_too_large_travels_as_infinite(comm: Communicator) -> None:
 
 @_check
 def _sums_in_brackets(comm: Communicator) -> None:
-    """Of every divisor of the number of ranks: their sums are the terms of the sum."""
+    """Of every divisor of the number of ranks that the transport can: their sums are the terms of the sum."""
+    usual = comm.bracket
+    divisors = all(comm.size % bracket == 0 for bracket in comm.brackets)
+    require(divisors and usual in comm.brackets, f"bracket is {usual}, of {comm.brackets} on {comm.size} ranks")
     try:
-        for bracket in (k for k in range(1, comm.size + 1) if comm.size % k == 0):
+        for bracket in comm.brackets:
             comm.bracket = bracket
             for (kind, wire), count in itertools.product(_travels(comm), SIZES):
                 reduce = Reduce(comm, count, kind, wire=wire)
                 for add in (False, True):
                     _twice(reduce, add)
     finally:
-        comm.bracket = 1
+        comm.bracket = usual
 
 
 @_check
@@ -154,12 +158,13 @@ def _one_ranks_mistake_in_a_reduction_is_everybodys(comm: Communicator) -> None:
     n, f4, f8, u1 = comm.size, DTYPES["float32"], DTYPES["float64"], DTYPES["uint8"]
     half = DTYPES["bfloat16"] if "bfloat16" in floats(comm) else f4
     kept: list[Array] = []  # a device may still be at work on what was written last
+    usual = comm.bracket
 
     def new(count: int, dtype: DType = f4) -> Array:
         kept.append(room(comm, count, dtype))
         return kept[-1]
 
-    def bind(wire: DType | None = None, kind: DType = f4, scratch: Array | None = None, bracket: int = 1) -> None:
+    def bind(wire: DType | None = None, kind: DType = f4, scratch: Array | None = None, bracket: int = usual) -> None:
         full = new(4 * n, kind)
         spare = scratch
         if spare is None and (need := comm.scratch_bytes(4 * n, kind, wire or kind)):
@@ -168,7 +173,7 @@ def _one_ranks_mistake_in_a_reduction_is_everybodys(comm: Communicator) -> None:
         try:
             comm.bind_reduce_scatter(full, new(4, f8 if kind == f8 else f4), spare, wire)
         finally:
-            comm.bracket = 1
+            comm.bracket = usual
 
     def without() -> None:
         comm.bind_reduce_scatter(new(4 * n), new(4), None, half)
@@ -188,7 +193,12 @@ def _one_ranks_mistake_in_a_reduction_is_everybodys(comm: Communicator) -> None:
             (narrow, lambda: bind(half, scratch=new(need, f4)), "scratch is float32; it must be uint8"),
             (narrow, lambda: bind(half, scratch=new(need + 64, u1)[4:]), "4 bytes behind a multiple of 64"),
         ]
-    differences: list[tuple[Callable[[], None], Callable[[], None]]] = [(bind, lambda: bind(bracket=n))]
+    for other in (k for k in range(1, n + 1) if n % k == 0):
+        if other not in comm.brackets:
+            mistakes.append((bind, partial(bind, bracket=other), f"bracket is {other}; "))
+    differences: list[tuple[Callable[[], None], Callable[[], None]]] = []
+    if n != usual and n in comm.brackets:
+        differences.append((bind, lambda: bind(bracket=n)))
     if half != f4:
         differences.append((bind, narrow))
     for bad in {0, n - 1}:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, name_of
 from mpishard.comm.base import Collective, Communicator
-from mpishard.testing.contract import ContractError, require
+from mpishard.testing.contract import ContractError
 
 __all__ = ["Gather", "Reduce", "data", "ordered", "pair", "put", "read", "room", "same", "scratch_for", "write"]
 
@@ -25,8 +25,8 @@ def data(count: int, dtype: DType, *seed: int) -> Array:
 
 def same(found: Array, expected: Array, what: str) -> None:
     """Compare bits."""
-    alike = found.dtype == expected.dtype and found.shape == expected.shape
-    require(alike, f"{what}: {found} is not like {expected}")
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        raise ContractError(f"{what}: {found} is not like {expected}")
     wrong = np.flatnonzero(found.view(np.uint8) != expected.view(np.uint8)) // max(1, found.itemsize)
     if wrong.size:
         i = int(wrong[0])

@@ -46,7 +46,13 @@ def power(scale: float) -> str:
 
 
 def progress_line(
-    result: StepResult, steps: int, rate: float, held: int, left: float, scale: float | None = None
+    result: StepResult,
+    steps: int,
+    rate: float,
+    held: int,
+    left: float,
+    scale: float | None = None,
+    hidden: float | None = None,
 ) -> str:
     """Return the line that tells how the run goes.
 
@@ -55,14 +61,16 @@ def progress_line(
         held: bytes that this rank holds.
         left: seconds.
         scale: loss scale of the next step, where the loss is scaled.
+        hidden: share of the step's communication that was hidden, where there was some.
     """
     width = len(str(steps))
     now = "" if scale is None else f" (loss scale now {power(scale)})"
     skipped = "" if result.updated else f"  update skipped: the gradient is not finite{now}"
     scaled = "" if scale is None else f"scale {power(result.loss_scale)}  "
+    shared = "" if hidden is None else f"  {100 * hidden:.0f} % hidden"
     return (
         f"step {result.step + 1:{width}}/{steps}  loss {result.loss:7.4f}  norm {result.grad_norm:8.3f}  "
-        f"lr {result.lr:.2e}  {scaled}{rate:8.0f} tokens/s  {size(held)} held  {duration(left)} left{skipped}"
+        f"lr {result.lr:.2e}  {scaled}{rate:8.0f} tokens/s{shared}  {size(held)} held  {duration(left)} left{skipped}"
     )
 
 

@@ -6,7 +6,7 @@ import json
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Keeper:
         #: the last checkpoint, and the seconds that it took
         self.last: Path | None = None
         self.seconds = 0.0
+        #: told that a checkpoint is being saved
+        self.note: Callable[[bytes], None] | None = None
 
     def due(self, steps: int, *, stopped: bool, ended: bool) -> bool:
         """Return whether to save after ``steps`` steps."""
@@ -50,6 +52,8 @@ class Keeper:
             CheckpointError: on all ranks, when it cannot be written; earlier checkpoints are whole.
         """
         begin = time.perf_counter()
+        if self.note is not None:
+            self.note(b"Save")
         path = self.folder / f"step-{self.engine.steps:08d}"
         beside = {"config.json": json.dumps(public_config(self.sizes), indent=2) + "\n"}
         save(self.engine, path, configuration=self.configuration, beside=beside)

@@ -25,6 +25,7 @@ from mpishard.train.curve import Curve
 from mpishard.train.directory import RunDirectory
 from mpishard.train.display import console, curve_table, memory_table, power, progress_line, size
 from mpishard.train.keeper import Keeper
+from mpishard.train.overlap import Overlap
 from mpishard.train.prepare import Prepared
 from mpishard.train.sample import sample
 from mpishard.train.sections import Config
@@ -62,6 +63,7 @@ class Run:
     def __post_init__(self) -> None:
         self.comm = self.engine.comm
         self.curve = Curve(max(1, self.config.train.steps // 12))
+        self.overlap = Overlap.of(self.engine)
         #: updates that were skipped before this run, which goes on; for a loss scale that it may not have
         self._skipped = self.engine.steps - self.engine.updates
 
@@ -87,6 +89,7 @@ class Run:
             )
             tokens += result.tokens
             spent += result.seconds["total"]
+            self.overlap.add(result.seconds)
             ended = not result.more
             stopped = result.stop and not ended
             heldout = None
@@ -100,7 +103,8 @@ class Run:
             if self.directory and (ends or step == first or (step + 1) % train.log_every == 0 or now - last_line > 10):
                 left = (now - began) / (step + 1 - first) * (train.steps - step - 1)
                 held = sum(self.engine.memory().values())
-                print(progress_line(result, train.steps, tokens / spent, held, left, self._scale()), flush=True)
+                hidden = result.hidden if self.comm.size > 1 else None
+                print(progress_line(result, train.steps, tokens / spent, held, left, self._scale(), hidden), flush=True)
                 last_line = now
             if self.keeper.due(step + 1, stopped=stopped, ended=ended):
                 self._save()
@@ -160,6 +164,8 @@ class Run:
             "bytes": self.engine.memory(),
             "seconds": seconds,
         }
+        if self.comm.size > 1:
+            record["hidden"] = result.hidden
         if self.engine.loss_scale is not None:
             record["loss_scale"] = result.loss_scale
         if heldout is not None:
@@ -211,6 +217,7 @@ class Run:
                     "tokens_per_s": rate,
                     "seconds": seconds,
                     "curve": self.curve.points,
+                    "communication": self.overlap.record() if self.comm.size > 1 else None,
                     "bytes": ranks,
                     "bytes_unsharded": self.prepared.unsharded,
                     "checkpoint": str(self.keeper.last) if self.keeper.last else None,
@@ -232,6 +239,8 @@ class Run:
             out.rule("sample", align="left")
             out.print(text, markup=False)
             out.rule()
+        if self.comm.size > 1:
+            print(self.overlap.told(), flush=True)
         print(
             f"steps {self.engine.steps}, {rate:.0f} tokens/s, {seconds:.1f} s\n"
             f"held-out loss {loss:.4f} nats a token over {heldout.tokens if heldout else 0} tokens\n"

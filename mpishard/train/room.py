@@ -64,7 +64,8 @@ def planned(
 def _world(comm: Communicator, settings: Settings) -> World:
     """Return this rank's world before there are communicators of its groups."""
     world, rule = World.of(comm, settings, None), comm.scratch_rule
-    return replace(world, scratch=rule.of(world.group), across=rule.of(world.groups))
+    beside = max(1, comm.node.local_size // world.group)  # of those that hold the same shard
+    return replace(world, scratch=rule.of(world.group), across=rule.of(world.groups, beside))
 
 
 def room() -> int:

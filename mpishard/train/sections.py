@@ -10,6 +10,7 @@ from mpishard.errors import ConfigError
 from mpishard.shard.dealing import divisors
 from mpishard.shard.loss_scale import scale_problem
 from mpishard.shard.schedule import ALIASES
+from mpishard.shard.traced import traced_steps
 
 __all__ = [
     "DTYPES",
@@ -269,10 +270,17 @@ class CheckpointConfig(_Section):
 class CommConfig(_Section):
     """How the ranks talk."""
 
-    transport: Literal["auto", "mpi", "staged", "nccl", "local"] = Field(
+    transport: Literal["auto", "node", "mpi", "hierarchical", "staged", "nccl", "local"] = Field(
         default="auto",
-        description="auto is local (one rank, no MPI) for one process; for more it is mpi, or on GPUs staged (through "
-        "host memory) where MPI is not GPU-aware",
+        description="auto is local (one rank, no MPI) for one process; for more it is node (shared memory) on one host "
+        "and mpi on several, on GPUs mpi, or staged (through host memory) where MPI is not GPU-aware; hierarchical "
+        "adds up inside each node first",
+    )
+    algorithm: Literal["auto", "alltoall", "pairwise", "ring", "native", "tree"] = Field(
+        default="auto",
+        description="of a reduce-scatter over mpi on the CPU: auto measures alltoall and pairwise, which give the same "
+        "bits; ring, and native (the MPI library's own), add up in another order, as does tree, which is for "
+        "hierarchical",
     )
     sums: Literal["flat", "by_node"] = Field(
         default="flat",
@@ -284,12 +292,47 @@ class CommConfig(_Section):
         ge=0,
         description="seconds without a sign of life after which a rank of another node counts as gone; 0 = never",
     )
+    stall: float = Field(
+        default=300.0,
+        ge=0,
+        description="seconds without progress of any rank after which the job ends, and says where each rank is; "
+        "0 = never",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> CommConfig:
+        if self.algorithm == "tree" and self.transport != "hierarchical":
+            raise ConfigError(
+                f"comm.algorithm is tree and comm.transport is {self.transport}; only transport hierarchical has it: "
+                "leave comm.algorithm at auto, or set comm.transport to hierarchical"
+            )
+        forced = self.algorithm not in ("auto", "alltoall", "tree")
+        if forced and self.transport not in ("auto", "mpi"):
+            raise ConfigError(
+                f"comm.algorithm is {self.algorithm} and comm.transport is {self.transport}; only transport mpi has a "
+                "choice: leave comm.algorithm at auto, or set comm.transport to mpi"
+            )
+        if self.algorithm in ("ring", "native") and self.sums != "flat":
+            raise ConfigError(
+                f"comm.algorithm is {self.algorithm}, which adds up in its own order, and comm.sums is {self.sums}; "
+                "leave comm.sums at flat, or comm.algorithm at auto"
+            )
+        return self
 
 
 class DebugConfig(_Section):
     """Checks that cost time."""
 
     poison: bool = Field(default=False, description="fill released and not yet arrived buffers with NaN")
+    trace: str = Field(
+        default="",
+        description="steps, counted from 0, that are timed for mpishard timeline, as in 10-12; empty = none",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DebugConfig:
+        traced_steps(self.trace)
+        return self
 
 
 class Config(_Section):
@@ -313,10 +356,25 @@ class Config(_Section):
                 f"model.vocabulary is {self.model.vocabulary} and the default corpus is of bytes; "
                 "set model.vocabulary to at least 256, or data.train and data.heldout to files of your own"
             )
+        travels = self.precision.compute if self.precision.reduce == "same" else self.precision.reduce
+        if self.comm.algorithm == "native" and travels != "fp32":
+            raise ConfigError(
+                f"comm.algorithm is native and gradients travel as {travels}; MPI's own sums are of fp32: set "
+                "precision.reduce to fp32, or leave comm.algorithm at auto"
+            )
         if self.comm.sums == "by_node" and self.shard.strategy == "hybrid_shard":
             raise ConfigError(
                 "comm.sums is by_node and shard.strategy is hybrid_shard, which adds up by its groups anyway; leave "
                 "comm.sums at flat"
+            )
+        if (
+            self.comm.transport == "hierarchical"
+            and self.comm.sums == "flat"
+            and self.shard.strategy != "hybrid_shard"
+        ):
+            raise ConfigError(
+                "comm.transport is hierarchical, which adds up inside each node first, and comm.sums is flat; set "
+                "comm.sums to by_node, or use transport mpi"
             )
         if self.shard.offload != "none" and self.device.kind == "cpu":
             raise ConfigError(

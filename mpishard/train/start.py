@@ -9,9 +9,13 @@ from typing import Any, TextIO
 from mpishard.checkpoint import load, load_weights, newest, read_manifest
 from mpishard.comm.base import Communicator
 from mpishard.comm.together import on_rank_zero, together
+from mpishard.comm.tuning import FILE as TUNING
+from mpishard.comm.tuning import keep, tune
 from mpishard.comm.watch import Watch
 from mpishard.data.loader import Batches
 from mpishard.errors import CheckpointError, ConfigError
+from mpishard.shard.entry import WAITS
+from mpishard.shard.traced import traced_steps
 from mpishard.train.batches import open_data
 from mpishard.train.config import check_ranks, dump_toml
 from mpishard.train.directory import RunDirectory, checkpoints, locked
@@ -23,6 +27,7 @@ from mpishard.train.public import check_weights
 from mpishard.train.resume import Resumed
 from mpishard.train.room import check_room
 from mpishard.train.sections import Config
+from mpishard.train.tracing import Tracer
 
 __all__ = ["configuration_of", "run"]
 
@@ -78,6 +83,7 @@ def _run(
         together(comm, lambda: check_weights(config.model))
     if comm.rank == 0:
         introduce(config, comm, prepared, f"{len(training.file):,} training and {len(heldout.file):,} held-out tokens")
+    tune(comm, run_dir / TUNING)
     engine = make_engine(config, comm, prepared, ledger=reporter is not None)
     if resumed is not None:
         load(engine, resumed.path)
@@ -88,6 +94,7 @@ def _run(
     done = engine.steps if goes_on else None
     # Nothing is written for a run that cannot start.
     directory = on_rank_zero(comm, lambda: RunDirectory(run_dir, dump_toml(config), done, lock))
+    keep(comm, run_dir / TUNING)
     if comm.rank == 0 and resumed is not None:
         print(f"goes on after step {engine.steps}, from {resumed.path}", flush=True)
         for change in resumed.changes(config):
@@ -96,10 +103,19 @@ def _run(
         print(f"begins with the weights of {config.model.init_from}", flush=True)
     told = configuration_of(config, training)
     keeper = Keeper(engine, checkpoints(run_dir), config.checkpoint, told, sizes_of(config.model))
-    with Watch(comm, run_dir / "ranks", silence=config.comm.silence) as watch:
-        engine.note = watch.note
+    limits = {"silence": config.comm.silence, "stall": config.comm.stall}
+    with Watch(comm, run_dir / "ranks", waits=WAITS, **limits) as watch:
+        engine.note = engine.entry.note = keeper.note = watch.note
+        steps = traced_steps(config.debug.trace)
+        tracer = Tracer(engine, run_dir, *steps) if steps is not None else None
+
+        def at_step(step: int) -> None:
+            watch.at_step(step)
+            if tracer is not None:
+                tracer.at_step(step)
+
         session = Run(
-            config, engine, training, heldout, prepared, directory, keeper, stopper, watch.at_step, reporter
+            config, engine, training, heldout, prepared, directory, keeper, stopper, at_step, reporter
         )
         try:
             if directory is None:
@@ -107,6 +123,8 @@ def _run(
             else:
                 with directory:
                     session.train()
+            if tracer is not None:
+                tracer.finish()
         except CheckpointError:
             raise  # by all ranks alike
         except (ConfigError, OSError) as error:

@@ -34,7 +34,7 @@ def test_variables_of_a_launcher_outside_do_not_part_the_ranks(tmp_path, name):
     outside = os.environ | {f"{name}_RANK": "0", f"{name}_SIZE": "1"}
     done = mpiexec("-m", "mpishard", *training(tmp_path), env=outside)
     assert done.returncode == 0, done.stderr
-    assert "2 ranks (mpi)" in done.stdout
+    assert "2 ranks (node)" in done.stdout
     assert done.stdout.count("checksum") == 1
 
 

@@ -67,13 +67,15 @@ def test_the_memory_is_that_of_a_rank_of_so_many(tmp_path):
     assert held[2]["saved"] == held[64]["saved"]
 
 
-def test_the_memory_is_that_of_a_real_rank(tmp_path):
-    """Rank 1 of 2 over MPI holds the same, to the byte."""
+@pytest.mark.parametrize("transport", ["mpi", "node"])
+def test_the_memory_is_that_of_a_real_rank(tmp_path, transport):
+    """Rank 1 of 2 holds the same, to the byte."""
     (tmp_path / "real").mkdir()
-    done = mpiexec("-m", "mpishard", *training(tmp_path / "real", "precision.compute=bf16", "train.steps=1"))
+    settings = ("precision.compute=bf16", "train.steps=1", f"comm.transport={transport}")
+    done = mpiexec("-m", "mpishard", *training(tmp_path / "real", *settings))
     assert done.returncode == 0, done.stderr
     real = json.loads((tmp_path / "real" / "run" / "report.json").read_text())["bytes"][1]
-    assert as_rank("1/2", *training(tmp_path, "precision.compute=bf16", "train.steps=1")).returncode == 0
+    assert as_rank("1/2", *training(tmp_path, *settings)).returncode == 0
     assert record(tmp_path)["bytes"] == real
 
 

@@ -30,7 +30,7 @@ class Job:
         self.run_dir = None
         self.outcome = 0
 
-    def world(self, make_ops, transport="auto", *, share_device=False):
+    def world(self, make_ops, transport="auto", *, share_device=False, algorithm="auto"):
         self.transport = transport
         self.comm = LocalCommunicator(make_ops(None))
         return self.comm
@@ -81,13 +81,17 @@ def call(job, capsys):
 def test_the_commands_and_their_options_are_pinned():
     found = {
         f"{group} {name}".strip(): [option for parameter in command.params for option in parameter.opts]
-        for group, commands in (("", program.commands), ("data", program.commands["data"].commands))
+        for group, commands in (("", program.commands), *((g, program.commands[g].commands) for g in ("data", "bench")))
         for name, command in commands.items()
     }
     assert found == {
         "train": [
             "--config", "--preset", "--set", "--init-from", "--resume", "--run-dir", "--device", "--as-rank",
-            "--memory-report", "--print-config",
+            "--memory-report", "--trace", "--print-config",
+        ],
+        "timeline": ["run", "--step", "--plot", "--perfetto"],
+        "doctor": [
+            "--device", "--transport", "--launcher", "--limit", "--no-try", "--no-measure", "--run-dir", "--json"
         ],
         "generate": [
             "--from", "--prompt", "--prompt-tokens", "--tokens", "--temperature", "--top-k", "--seed", "--device"
@@ -96,6 +100,14 @@ def test_the_commands_and_their_options_are_pinned():
         "plan": [
             "--config", "--preset", "--set", "--params", "--ranks", "--strategy", "--device", "--device-memory",
             "--ranks-per-node", "--json", "--plot",
+        ],
+        "bench": [],
+        "bench collectives": [
+            "--transports", "--ops", "--algorithms", "--dtypes", "--min", "--max", "--factor", "--baseline",
+            "--seconds", "--json", "--plot", "--device", "--share-device",
+        ],
+        "bench step": [
+            "--config", "--preset", "--set", "--transports", "--steps", "--json", "--device", "--share-device"
         ],
         "data": [],
         "data build": ["--source", "--out", "--heldout-fraction"],
@@ -237,7 +249,7 @@ def test_only_rank_0_speaks_and_all_exit_with_2(call, job, arguments, message):
 
 
 def test_ranks_that_do_not_fit_are_refused_before_the_loop(call, job, monkeypatch):
-    def world(make_ops, transport="auto", *, share_device=False):
+    def world(make_ops, transport="auto", *, share_device=False, algorithm="auto"):
         comm = LocalCommunicator(make_ops(None))
         comm.size = 3
         return comm

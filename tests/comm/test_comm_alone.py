@@ -49,6 +49,12 @@ def check(comm: AloneCommunicator) -> None:
     rounds.same(rounds.read(comm, out), np.tile(rounds.data(7, F4, 4), comm.size), "in place")
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "pairwise"])
+@pytest.mark.parametrize("size", [4, 64])
+def test_with_the_scratch_of_another_algorithm(size: int, algorithm: str) -> None:
+    check(AloneCommunicator(2, size, NumpyOps(), "mpi", algorithm=algorithm))
+
+
 @pytest.mark.parametrize(("transport", "on_device"), WAYS)
 def test_what_it_has_stands_for_all(transport: str, on_device: bool) -> None:
     if not on_device:

@@ -20,7 +20,10 @@ UNAWARE = [gpu(0, aware=False), gpu(1, aware=False)]
 @pytest.mark.parametrize(
     ("ranks", "asked", "name", "why"),
     [
-        ([CPU, CPU], "auto", "mpi", ""),
+        ([CPU, CPU], "auto", "node", ""),
+        ([CPU, CPU], "node", "node", ""),
+        ([CPU, Candidate(1)], "auto", "mpi", ""),
+        ([CPU, Candidate(1)], "hierarchical", "hierarchical", ""),
         ([CPU, CPU], "mpi", "mpi", ""),
         ([gpu(0), gpu(1)], "auto", "mpi", "Some MPI says that it takes GPU memory"),
         ([gpu(0), gpu(1)], "mpi", "mpi", "Some MPI says that it takes GPU memory"),
@@ -47,6 +50,9 @@ def test_ranks_that_share_a_gpu_may_be_allowed_to() -> None:
         ([gpu(0)._replace(asked="mpi"), gpu(1)._replace(asked="nccl")], "mpi", False, "rank 1 asks for transport nccl"),
         ([gpu(0), CPU], "auto", False, "rank 0 computes on a GPU .* and rank 1 on the CPU; give all ranks a GPU"),
         ([CPU, CPU], "staged", False, "'staged' carries arrays of a GPU .*use transport auto or mpi"),
+        ([CPU, Candidate(1)], "node", False, "of one host and the ranks are on 2; use transport auto, mpi or"),
+        ([gpu(0), gpu(1)], "node", False, "'node' carries arrays in host memory .* on a GPU; use .* mpi, staged, nccl"),
+        ([gpu(0), gpu(1)], "hierarchical", False, "'hierarchical' carries arrays in host memory"),
         ([CPU, CPU], "nccl", False, "'nccl' carries arrays of a GPU .*use transport auto or mpi"),
         (UNAWARE, "mpi", False, "Some MPI says that it does not .*use transport staged.* MPISHARD_GPU_AWARE=1"),
         ([gpu(0), gpu(0)], "auto", False, r"ranks 0 and 1 use one GPU \(cuda:0 .*, uuid0, node 0\).*device\.share"),

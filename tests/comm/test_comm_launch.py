@@ -128,7 +128,7 @@ def test_local_is_refused_where_more_than_one_process_was_launched(monkeypatch: 
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'mpl' is not known; choose one of auto, local, mpi, staged, nccl"):
+    with pytest.raises(ConfigError, match="'mpl' is not known; choose one of auto, local, node, mpi, hierarchical, "):
         world(NumpyOps(), "mpl")
 
 

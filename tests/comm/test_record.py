@@ -70,7 +70,7 @@ def test_what_is_no_whole_record_is_none(record: RankRecord, tmp_path: Path) -> 
     whole = record.path.read_bytes()
     path = tmp_path / "other"
     assert read_record(path) is None
-    changed = {8: b"\2", 128: b"\7"}  # version, state
+    changed = {8: b"\1", 128: b"\7"}  # version, state
     broken = [whole[:length] for length in (0, 7, 128, 511)] + [bytes(512)]
     broken += [whole[:place] + byte + whole[place + 1 :] for place, byte in changed.items()]
     for data in broken:

@@ -52,7 +52,8 @@ comm.close()
 
 
 @contextmanager
-def job(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def job(folder: Path, *arguments: str, program: str | None = PROGRAM) -> Iterator[subprocess.Popen[str]]:
+    """Start a program of three ranks on ``folder``, or mpishard itself."""
     environment = os.environ | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -62,7 +63,8 @@ def job(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         "OPENBLAS_NUM_THREADS": "1",
     }
     assert MPIEXEC is not None
-    command = [MPIEXEC, "-n", "3", sys.executable, "-c", PROGRAM, str(folder), *arguments]
+    ranks = ["-m", "mpishard"] if program is None else ["-c", program, str(folder)]
+    command = [MPIEXEC, "-n", "3", sys.executable, *ranks, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     ) as started:

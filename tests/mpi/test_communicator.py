@@ -306,7 +306,7 @@ def test_the_world_is_the_launchers() -> None:
 
     made = world(NumpyOps())
     assert (made.rank, made.size) == (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-    assert made.transport == ("mpi" if made.size > 1 else "local")
+    assert made.transport == ("node" if made.size > 1 else "local")
     made.close()
     made = world(NumpyOps(), "mpi")
     assert made.transport == "mpi"

@@ -25,8 +25,8 @@ KEYS = {
     "device": "kind share",
     "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
     "checkpoint": "every keep final",
-    "comm": "transport sums silence",
-    "debug": "poison",
+    "comm": "transport algorithm sums silence stall",
+    "debug": "poison trace",
 }
 
 
@@ -178,7 +178,10 @@ def test_the_dump_names_every_key():
             "or set precision.compute to fp16",
         ),
         ("comm.sums=tree", 'comm.sums is "tree" in --set; it must be flat or by_node'),
-        ("comm.transport=rdma", 'comm.transport is "rdma" in --set; it must be auto, mpi, staged, nccl or local'),
+        (
+            "comm.algorithm=star",
+            'comm.algorithm is "star" in --set; it must be auto, alltoall, pairwise, ring, native or tree',
+        ),
         ("train.steps=1\nseed=2", 'train.steps is "1\\nseed=2" in --set; it must be a whole number, at least 1'),
         (
             "train.setps=3",
@@ -244,6 +247,21 @@ def test_several_wrong_settings_are_counted():
             ["shard.recompute=attention", "shard.recompute_every=2"],
             "shard.recompute_every is 2 and shard.recompute is attention; it chooses among blocks: leave it at 1, or "
             "set shard.recompute to block",
+        ),
+        (
+            ["comm.algorithm=ring", "comm.transport=staged"],
+            "comm.algorithm is ring and comm.transport is staged; only transport mpi has a choice: leave "
+            "comm.algorithm at auto, or set comm.transport to mpi",
+        ),
+        (
+            ["comm.algorithm=native", "precision.compute=bf16"],
+            "comm.algorithm is native and gradients travel as bf16; MPI's own sums are of fp32: set precision.reduce "
+            "to fp32, or leave comm.algorithm at auto",
+        ),
+        (
+            ["comm.algorithm=native", "comm.sums=by_node"],
+            "comm.algorithm is native, which adds up in its own order, and comm.sums is by_node; leave comm.sums at "
+            "flat, or comm.algorithm at auto",
         ),
         (
             ["shard.strategy=hybrid_shard", "comm.sums=by_node"],

@@ -1,0 +1,169 @@
+"""Memory that the ranks of one host share: one rank takes it, the others map it and read it in place.
+
+[Note: whose memory]
+A *segment* is an anonymous file in memory (``memfd_create``) that its owner has mapped. A peer that is told the owner's
+pid and the number of the descriptor maps the same pages through ``/proc/PID/fd``. So taking memory is no collective,
+nothing has a name that could be left behind, and no limit of ``/dev/shm`` counts. (Windows of MPI-3 are taken by all
+ranks at once, and lie in ``/dev/shm``, which in containers is often 64 MB.)
+
+[Note: lifetime of a segment]
+The owner keeps the descriptor while any array on the segment is alive; then it is closed and unmapped. A peer's mapping
+lives as long as the peer's arrays on it, also when the owner is gone. Small arrays share a segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import struct
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpishard.array.dtypes import Array, DType, address
+from mpishard.errors import ConfigError
+
+__all__ = ["PLACE_BYTES", "Place", "SharedMemory"]
+
+#: bytes of a segment that small arrays share, and of the largest of them
+_SLAB, _SMALL = 1 << 20, 1 << 16
+_ALIGNMENT = 64
+_MADV_HUGEPAGE = 14
+_READ_WRITE, _MAP_SHARED = 3, 1
+_PLACE = struct.Struct("=qqqqq")
+#: bytes of a packed place
+PLACE_BYTES = _PLACE.size
+
+
+class Place(NamedTuple):
+    """Where an array lies: the owner's pid, its descriptor and number of the segment, the segment's bytes, offset."""
+
+    pid: int
+    descriptor: int
+    number: int
+    nbytes: int
+    offset: int
+
+    def pack(self) -> bytes:
+        """Return PLACE_BYTES bytes."""
+        return _PLACE.pack(*self)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> Place:
+        """Return what :meth:`pack` was called on."""
+        return cls(*_PLACE.unpack(record))
+
+
+def _library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+class _Segment:
+    """A mapping of ``nbytes`` of a descriptor; unmapped with the last array on it.
+
+    Not :class:`mmap.mmap`, which keeps a descriptor for each mapping: ranks map several segments of each other rank.
+    """
+
+    def __init__(self, library: Any, descriptor: int, nbytes: int, keeps: bool) -> None:
+        """``keeps``: the descriptor is the segment's from here on, and open as long as it."""
+        found = library.mmap(None, nbytes, _READ_WRITE, _MAP_SHARED, descriptor, 0)
+        if found is None or found == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        library.madvise(found, nbytes, _MADV_HUGEPAGE)  # where the kernel gives large pages to shared memory
+        self.address: int = found
+        self.nbytes, self.descriptor = nbytes, descriptor if keeps else -1
+        # Arrays may be in use until the very end of the process, so that end unmaps nothing.
+        weakref.finalize(self, _drop, library, found, nbytes, self.descriptor).atexit = False
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (found, False), "version": 3}
+
+
+def _drop(library: Any, start: int, nbytes: int, descriptor: int) -> None:
+    library.munmap(start, nbytes)
+    if descriptor >= 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+class SharedMemory:
+    """What this process shares, and what it has mapped of its peers'. For one thread."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        self._pid = os.getpid()
+        self._taken = 0
+        self._own: weakref.WeakValueDictionary[int, _Segment] = weakref.WeakValueDictionary()
+        self._peers: weakref.WeakValueDictionary[tuple[int, int], _Segment] = weakref.WeakValueDictionary()
+        self._slab: Array | None = None
+        self._top = 0
+
+    def allocate(self, count: int, dtype: DType) -> Array:
+        """Return a 1-D array that peers can map, at a multiple of 64 bytes; its memory is zero until it is used.
+
+        Raises:
+            MemoryError: the system does not give as much, or no further descriptor.
+        """
+        nbytes = count * dtype.itemsize
+        if nbytes > _SMALL:
+            return self._segment(nbytes).view(dtype)
+        if self._slab is None or self._top + nbytes > _SLAB:
+            self._slab, self._top = self._segment(_SLAB), 0
+        start = self._top
+        self._top = math.ceil((start + max(1, nbytes)) / _ALIGNMENT) * _ALIGNMENT
+        return self._slab[start : start + nbytes].view(dtype)
+
+    def _segment(self, nbytes: int) -> Array:
+        try:
+            descriptor = os.memfd_create("mpishard", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, nbytes)
+                segment = _Segment(self._library, descriptor, nbytes, keeps=True)
+            except OSError:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise MemoryError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+        self._taken += 1
+        self._own[self._taken] = segment
+        return np.asarray(segment)  # which keeps the segment alive, and so does each view of it
+
+    def place(self, array: Array) -> Place | None:
+        """Return where an array of :meth:`allocate`, or a part of one, lies; None for any other array."""
+        start = address(array)
+        for number, segment in self._own.items():
+            if segment.address <= start and start + array.nbytes <= segment.address + segment.nbytes:
+                return Place(self._pid, segment.descriptor, number, segment.nbytes, start - segment.address)
+        return None
+
+    def at(self, place: Place, count: int, dtype: DType) -> Array:
+        """Return a peer's array.
+
+        Raises:
+            ConfigError: its memory cannot be mapped.
+        """
+        key = (place.pid, place.number)
+        segment = self._peers.get(key)
+        if segment is None:
+            path = f"/proc/{place.pid}/fd/{place.descriptor}"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    segment = _Segment(self._library, descriptor, place.nbytes, keeps=False)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise ConfigError(
+                    f"memory of process {place.pid} of this host cannot be mapped ({path}: {error.strerror}); start "
+                    "the ranks of a host as one user and in one container, or use transport mpi"
+                ) from error
+            self._peers[key] = segment
+        part: Array = np.asarray(segment)[place.offset : place.offset + count * dtype.itemsize]
+        return part.view(dtype)

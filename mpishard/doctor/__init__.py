@@ -1,0 +1,1 @@
+"""What is wrong with a machine, an MPI or a launch, each with its remedy: ``mpishard doctor``."""

@@ -1,0 +1,1 @@
+"""What the schedule planned beside what each rank measured: read, summed up, drawn, and written as a trace file."""
