@@ -16,6 +16,9 @@ from mpishard.array.numpy_tiles import TILE, NumpyTiles
 
 __all__ = ["NumpyShardOps"]
 
+#: elements of a sum at a time where nothing but its blocks is read: half a megabyte of fp32 stays in a core's cache
+_LONG = 8 * TILE
+
 
 class NumpyShardOps(NumpyTiles):
     """The operations that optimiser, communication and checksums use."""
@@ -25,8 +28,13 @@ class NumpyShardOps(NumpyTiles):
             if not add:
                 out.fill(0.0)
             return
-        for tile in self._tiles(out.size):
+        # What is neither widened nor summed apart needs no scratch, and fewer and longer calls.
+        plain = bracket == 1 and all(block.dtype == out.dtype for block in blocks)
+        for tile in self._tiles(out.size, _LONG if plain else TILE):
             target = out[tile]
+            if plain:
+                self._add_up(blocks, tile, target, target, not add)
+                continue
             wide, total = self._temps(target.size, out.dtype, 2)
             if bracket == 1:
                 self._add_up(blocks, tile, target, wide, not add)

@@ -129,7 +129,7 @@ def test_errors_are_the_same_on_every_rank_and_leave_nothing(world: Any) -> None
         ({"dtype": "bfloat8"}, "dtype is 'bfloat8'"),
         ({"seed": -1}, "seed is -1"),
         ({"dtype": ["float32"]}, r"dtype is \['float32'\]; it must be one of float32"),
-        ({"transport": "pigeon"}, "transport 'pigeon' is not known; choose one of auto, local, mpi"),
+        ({"transport": "pigeon"}, "transport 'pigeon' is not known; choose one of auto, local, node, mpi"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             engine(world, **(changes if world.rank == last else {}))

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mpishard.array.dtypes import Array, DType
+from mpishard.array.arena import REGION
+from mpishard.array.dtypes import Array
 from mpishard.comm.base import Communicator
 from mpishard.shard.engine import Engine
 from mpishard.shard.state import UnitState
@@ -15,25 +16,16 @@ from tests.shard.training import Job, Outcome
 
 
 class Spoiler:
-    """An engine's memory: the regions that its communicator was asked for, its stacks and its state."""
+    """An engine's memory: the region that collectives work in, its stacks and its state."""
 
     def __init__(self, comm: Communicator, job: Job, **changes: Any) -> None:
-        self.regions: list[Array] = []
-        ordinary = comm.allocate
-
-        def allocate(count: int, dtype: DType) -> Array:
-            self.regions.append(ordinary(count, dtype))
-            return self.regions[-1]
-
-        comm.allocate = allocate
         self.engine: Engine = job.engine(comm, **changes)
         self.spoiled = 0
 
     def spoil(self) -> None:
         """Between steps: NaN in all that communication and stacks use, and in the state's holes."""
         engine = self.engine
-        for region in self.regions:
-            region.fill(255)
+        engine.arena._blocks[REGION].fill(255)
         for stack in (engine.arena.saved, engine.arena.workspace):
             stack._base.fill(255)
         for scratch in (engine._runner._losses, *engine._runner._flow):

@@ -19,6 +19,8 @@ _DEFAULTS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_osc": "^ucx",
+    # Over one connection, data of ranks that are not in step go one way at a time.
+    "OMPI_MCA_btl_tcp_links": "2",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OPENBLAS_NUM_THREADS": "1",
