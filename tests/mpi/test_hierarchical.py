@@ -15,6 +15,7 @@ from mpishard.array.numpy_ops import NumpyOps
 from mpishard.comm.base import Communicator, Node
 from mpishard.comm.scratch import SLOT_BYTES, Scratch
 from mpishard.errors import CommError, ConfigError
+from mpishard.launched import environment_size
 from mpishard.testing import communicator as suite
 from mpishard.testing import rounds
 from tests.shard.training import Job, train
@@ -27,6 +28,10 @@ BASE = Job()
 WAYS = [(threaded, chunk) for threaded in (True, False) for chunk in (2**28, 200)]
 #: Ranks of a node (0 for all of the launch), and ways.
 CASES = [(2, *way) for way in WAYS] + [(ranks, *WAYS[0]) for ranks in (3, 1, 0)]
+SIZE = environment_size() or 1
+#: The cases that a launch of this size has.
+HERE = [case for case in CASES if not case[0] or (SIZE % case[0] == 0 and case[0] < SIZE)]
+TREES = [(ranks, chunk) for ranks in (1, 2) for chunk in (2**28, 200) if SIZE / ranks in (2, 4)]
 
 
 def told(ranks: int, **how: Any) -> Any:
@@ -43,7 +48,7 @@ def told(ranks: int, **how: Any) -> Any:
     return HierarchicalCommunicator(MPI.COMM_WORLD.Dup(), NumpyOps(), node=node, **how)
 
 
-@pytest.fixture(scope="module", params=CASES, ids="{0[0]}-{0[1]}-{0[2]}".format)
+@pytest.fixture(scope="module", params=HERE, ids="{0[0]}-{0[1]}-{0[2]}".format)
 def comm(request: pytest.FixtureRequest) -> Iterator[Any]:
     ranks, threaded, chunk = request.param
     made = told(ranks, threaded=threaded, chunk_bytes=chunk)
@@ -322,14 +327,9 @@ def tree(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     return parts[0]
 
 
-@pytest.mark.parametrize("chunk", [2**28, 200])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "chunk"), TREES)
 def test_tree(ranks: int, chunk: int) -> None:
     """Gathers are gathers; sums have the stated order, in several pieces and in one, on skewed ranks."""
-    from mpi4py import MPI
-
-    if (MPI.COMM_WORLD.Get_size() // ranks) not in (2, 4):
-        pytest.skip("a tree has a power of two")
     made = told(ranks, algorithm="tree", chunk_bytes=chunk)
     assert made._two_levels and "reduce-scatter tree" in made.describe()
     for name in ("all_gather", "out_is_free_after_released", "results_stay_inside_out", "tallies"):
