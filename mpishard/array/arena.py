@@ -18,7 +18,7 @@ from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.errors import ArenaError
 
-__all__ = ["CATEGORIES", "REGION", "SENT", "STACKS", "Arena", "Stack"]
+__all__ = ["CATEGORIES", "POOLED", "REGION", "SENT", "STACKS", "Arena", "Stack"]
 
 CATEGORIES = (
     "parameters",
@@ -34,6 +34,8 @@ CATEGORIES = (
 STACKS = ("saved", "workspace")
 #: the block that transports read and write, in which several categories lie
 REGION = "region"
+#: the category of what ranks share
+POOLED = "gathered"
 #: blocks of which collectives read or write parts
 SENT = (REGION, "parameters", "gradients")
 _UNPLANNED = 1 << 40  # bytes of each stack while a plan is being made, where the address space has room
@@ -115,6 +117,7 @@ class Arena:
         reserved: bytes by category, and of the region, that :meth:`reserve` will be asked for; without it each reserve
             takes a block of its own.
         allocate: takes the blocks called SENT, which a transport may want to own.
+        pool: the bytes that several ranks share.
     """
 
     def __init__(
@@ -124,14 +127,17 @@ class Arena:
         poison: bool = False,
         reserved: Mapping[str, int] | None = None,
         allocate: Callable[[int, DType], Array] | None = None,
+        pool: Array | None = None,
     ) -> None:
-        self._ops = ops
+        self._ops, self._pool = ops, pool
         self.poison = poison
         self._reserved: dict[str, int] = dict.fromkeys((*CATEGORIES, REGION), 0)
         self._planning = peaks is None
         sizes = dict.fromkeys(STACKS, min(_UNPLANNED, ops.room // 4)) if peaks is None else peaks
         self._blocks: dict[str, Array] = {}
         for name, size in (reserved or {}).items():
+            if name == POOLED:
+                continue
             take = allocate if allocate is not None and name in SENT else ops.empty
             self._blocks[name] = take(size + sizes.get(name, 0), _BYTES)
         self._stacks = {name: Stack(name, self._stack_memory(name, sizes[name]), ops, poison) for name in STACKS}
@@ -164,6 +170,13 @@ class Arena:
             array = block[start : start + nbytes].view(dtype)
         self.spoil(array)
         return array
+
+    def reserve_pool(self, nbytes: int, sharers: int) -> Array | None:
+        """Return ``nbytes * sharers`` bytes that ranks share; ``nbytes`` are this rank's. None of no bytes."""
+        if not nbytes:
+            return None
+        self._reserved[POOLED] += nbytes
+        return self._ops.empty(nbytes * sharers, _BYTES) if self._pool is None else self._pool
 
     def spoil(self, array: Array) -> None:
         """Fill an array with NaN where poisoning is on."""

@@ -20,6 +20,8 @@ __all__ = ["NumpyFloatOps", "check_numbers"]
 _BFLOAT16, _FLOAT16 = DTYPES["bfloat16"], DTYPES["float16"]
 _GELU = math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
+#: bytes of a flat array that are copied at a time
+_PART = 1 << 19
 
 
 class NumpyFloatOps(NumpyShardOps):
@@ -36,6 +38,10 @@ class NumpyFloatOps(NumpyShardOps):
                     np.copyto(out, x, casting="unsafe")
                 else:
                     self._round(x, out)
+        elif x.ndim == 1 and x.dtype == out.dtype:
+            # Longer copies pass the caches by, and are slower for it where what is copied is read next.
+            for part in self._tiles(x.size, _PART // x.itemsize):
+                np.copyto(out[part], x[part])
         else:
             floating = out.dtype.kind == "f" and x.dtype == _BFLOAT16
             np.copyto(out, x, casting="unsafe" if floating else "same_kind")

@@ -30,7 +30,9 @@ class NumpyShardOps(NumpyTiles):
             return
         # What is neither widened nor summed apart needs no scratch, and fewer and longer calls.
         plain = bracket == 1 and all(block.dtype == out.dtype for block in blocks)
-        for tile in self._tiles(out.size, _LONG if plain else TILE):
+        # Where out is written by one call, tiles would be read once, and each end makes it start anew.
+        once = plain and len(blocks) == 2 and not add
+        for tile in self._tiles(out.size, max(1, out.size) if once else _LONG if plain else TILE):
             target = out[tile]
             if plain:
                 self._add_up(blocks, tile, target, target, not add)

@@ -152,6 +152,7 @@ def planned(
         node=asked.ranks_per_node,
         transport=config.comm.transport,
         algorithm=config.comm.algorithm,
+        shares_gathered=config.comm.share_gathered and not config.debug.poison,
         on_device=config.device.kind == "cuda",
         states=AdamW.states,
         offload=config.shard.offload,

@@ -26,10 +26,9 @@ a result on the host fetches it (``ops.fetch``), which waits for the stream.
 from __future__ import annotations
 
 import hashlib
-import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -37,7 +36,9 @@ import numpy as np
 
 from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, address, name_of, overlap
 from mpishard.array.ops import Ops
+from mpishard.comm.binding import agree_binding
 from mpishard.comm.frames import FRAME_BYTES, INLINE, beginnings, frame
+from mpishard.comm.pool import Pool
 from mpishard.comm.rounding import Rounded
 from mpishard.comm.scratch import ALIGNMENT, Scratch, copy_bytes
 from mpishard.comm.work import Collective, Tally, Work
@@ -58,8 +59,6 @@ class Node:
 
 #: what may travel in place of fp32
 _NARROW = (DTYPES["bfloat16"], DTYPES["float16"])
-
-_SIGNATURE = struct.Struct("<40s16sqq184s")
 
 
 @dataclass(eq=False)
@@ -86,8 +85,12 @@ class Communicator(ABC):
     #: all ranks, and set before anything is bound; what is split from this one begins with 1, or all that it can give.
     bracket: int = 1
     closed: bool = False
+    #: whether an engine gathers into one copy for all ``sharers``; alike on all ranks, set before it is made
+    shares_gathered: bool = True
     #: what moves data while the program computes: ``background`` or ``none``; ``copies`` where its own cores move them
     progress: str = field(default="background", init=False)
+    #: what a transport of several processes calls first in ``abort``
+    before_abort: Callable[[], object] | None = field(default=None, init=False)
     _bound: int = 0
 
     @property
@@ -162,6 +165,19 @@ class Communicator(ABC):
         """Whether the transport rounds to the type that travels by itself, a piece at a time."""
         return self.scratch_rule.in_pieces
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that share one gathered copy, where :attr:`shares_gathered` lets them; 1 where each has its own."""
+        return self.scratch_rule.sharers if self.shares_gathered else 1
+
+    def pool(self, nbytes: int) -> Pool:
+        """Return memory of all ``sharers``. Collective.
+
+        Raises:
+            ConfigError: on all ranks, when there is not as much, or this transport shares none.
+        """
+        raise ConfigError(f"transport {self.transport} has no memory that ranks share; use transport node")
+
     # --- what everybody calls
 
     def bind_all_gather(self, shard: Array, out: Array) -> Collective:
@@ -218,9 +234,7 @@ class Communicator(ABC):
         pairs = [(full, out)] if scratch is None else [(full, out), (full, scratch), (out, scratch)]
         if not problem and any(overlap(one, other) for one, other in pairs):
             problem = "full, out and scratch overlap; a reduce-scatter is never in place"
-        kind = "reduce-scatter"
-        if wire != full.dtype:
-            kind += f" as {wire}"
+        kind = "reduce-scatter" + (f" as {wire}" if wire != full.dtype else "")
         if self.bracket != 1:
             kind += f" by {self.bracket}"
         self._agree_binding(kind, full, problem)
@@ -376,25 +390,5 @@ class Communicator(ABC):
 
     def _agree_binding(self, kind: str, array: Array, problem: str) -> None:
         """Compare what is being bound on all ranks; raise on all when one is wrong or differs."""
-        try:
-            name = name_of(array.dtype)
-        except ConfigError:
-            name = "unknown"
-        mine = _SIGNATURE.pack(kind.encode(), name.encode(), array.size, self._bound, problem.encode()[:192])
-        self._bound += 1
-        others = [_SIGNATURE.unpack(record) for record in self.exchange(mine, "a binding")]
-        for rank, other in enumerate(others):
-            message = other[4].rstrip(b"\0").decode(errors="replace")
-            if message:
-                raise CommError(f"{kind} number {self._bound - 1} cannot be bound: on rank {rank}, {message}")
-        for rank, other in enumerate(others):
-            if other[:4] != others[0][:4]:
-                raise CommError(
-                    f"ranks bind different collectives: rank 0 binds {_describe(others[0])}, "
-                    f"rank {rank} binds {_describe(other)}; every rank must bind the same ones in the same order"
-                )
-
-
-def _describe(signature: tuple[bytes, bytes, int, int, bytes]) -> str:
-    kind, name, count, number, _ = signature
-    return f"{kind.rstrip(bytes(1)).decode()} number {number} of {count} {name.rstrip(bytes(1)).decode()}"
+        number, self._bound = self._bound, self._bound + 1
+        agree_binding(self.exchange, kind, array, number, problem)

@@ -1,7 +1,8 @@
 """Where ranks that share memory say how far they are: a few words of each rank that all others read.
 
 [Note: the words of a rank]
-``begun``: how many collectives it has started. For the collective ``n`` of a communicator, in place ``n % PLACES``:
+``begun``: how many collectives it has started. ``released``: how often it has let go of memory that several ranks write
+(:mod:`mpishard.comm.pool`). For the collective ``n`` of a communicator, in place ``n % PLACES``:
 *what* it started, and *done*: ``n + 1`` once it has read all that it needs of its peers; and, where peers read what
 arrives in the rank's ``out``, *arrived*: ``n + 1`` once it is there. Only the rank itself writes its words; each is 8
 aligned bytes, written by one store, and only grows.
@@ -38,7 +39,7 @@ __all__ = ["BOARD_WORDS", "Board"]
 _PLACES = 1024
 #: words of a rank
 BOARD_WORDS = 8 + 3 * _PLACES
-_WHAT, _DONE, _ARRIVED = 8, 8 + _PLACES, 8 + 2 * _PLACES
+_BEGUN, _RELEASED, _WHAT, _DONE, _ARRIVED = 0, 1, 8, 8 + _PLACES, 8 + 2 * _PLACES
 #: looks in a row where each rank has a core, then looks between which the core is given away
 _SPINS, _LOOKS = 2000, 200
 #: seconds between looks afterwards: the first and the longest
@@ -96,7 +97,7 @@ class Board:
         own[_WHAT + place] = what
         self._begun = number + 1
         self._fence()
-        own[0] = number + 1
+        own[_BEGUN] = number + 1
         return number
 
     def started(self, rank: int, number: int) -> None:
@@ -105,7 +106,7 @@ class Board:
         Raises:
             CommError: it has started another one.
         """
-        self._reach(rank, 0, number + 1)
+        self._reach(rank, _BEGUN, number + 1)
         self._compare(rank, number)
 
     def have_started(self, number: int) -> bool:
@@ -114,7 +115,7 @@ class Board:
         Raises:
             CommError: one has started another one.
         """
-        if any(words[0] <= number for words in self._words):
+        if any(words[_BEGUN] <= number for words in self._words):
             return False
         self._fence()
         for rank in range(len(self._words)):
@@ -144,6 +145,36 @@ class Board:
         """
         self.started(rank, number)
         self._reach(rank, _ARRIVED + number % _PLACES, number + 1)
+
+    @property
+    def releases(self) -> int:
+        """How often this rank has called :meth:`release`."""
+        return int(self._words[self._rank][_RELEASED])
+
+    def release(self) -> None:
+        """Say that this rank no longer reads what it lets go of."""
+        self._fence()
+        self._words[self._rank][_RELEASED] += 1
+
+    def all_released(self, releases: int, wait: bool = True) -> bool:
+        """Return whether every rank has let go that often, at once or after waiting until it has."""
+        if wait:
+            for rank in range(len(self._words)):
+                self._reach(rank, _RELEASED, releases)
+        elif any(words[_RELEASED] < releases for words in self._words):
+            return False
+        else:
+            self._fence()
+        return True
+
+    def all_arrived(self, number: int) -> None:
+        """Return when what every rank writes is there.
+
+        Raises:
+            CommError: one has started another collective.
+        """
+        for rank in range(len(self._words)):
+            self.arrived(rank, number)
 
     def end(self, number: int) -> None:
         """Say that this rank has read all that it needs."""

@@ -40,6 +40,7 @@ class Pretended(Communicator):
     def __init__(self, rank: int, nodes: Sequence[int], ops: Ops) -> None:
         super().__init__(rank, len(nodes), node_among(nodes, rank), ops)
         self._nodes = tuple(nodes)
+        self.shares_gathered = False  # with nobody
 
     def _exchange(self, record: bytes) -> list[bytes]:
         return [record] * self.size

@@ -168,6 +168,7 @@ class MpiCommunicator(Communicator):
         """Take over what a communicator split from ``parent`` shares with it."""
         self._why, self._adds = parent._why, parent._adds
         self.algorithm, self.tuning = parent.algorithm, parent.tuning
+        self.shares_gathered = parent.shares_gathered
 
     @property
     def scratch_rule(self) -> Scratch:
@@ -342,6 +343,8 @@ class MpiCommunicator(Communicator):
 
     def abort(self, message: str, code: int = 1) -> None:
         """Print the message and end every rank of the job; MPI does it where MPI can be called, or the system."""
+        if self.before_abort is not None:
+            self.before_abort()
         print(message, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError):  # it may be what has failed
             sys.stdout.flush()

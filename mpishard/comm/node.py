@@ -4,7 +4,8 @@
 Arrays come from :meth:`NodeCommunicator.allocate`, in memory that peers map (:mod:`mpishard.comm.shared`). An
 all-gather copies each peer's shard once. A reduce-scatter copies nothing: it adds up the peers' blocks as they lie,
 each rounded on the way to the narrower type where one travels. An input from elsewhere is copied into shared memory at
-the start.
+the start. Where ranks share one gathered copy, each writes its own part and nothing else is copied
+(:mod:`mpishard.comm.pool`).
 
 [Note: who works]
 Nothing moves by itself between ranks of one host: copying is work of a core. So it is done in ``wait()``, by the thread
@@ -21,22 +22,26 @@ MPI carries what is no array: exchanges and broadcasts. In between no MPI call i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from mpi4py import MPI
 
-from mpishard.array.dtypes import DTYPES, Array, DType, overlap
+from mpishard.array.dtypes import DTYPES, Array, DType, accumulator, address, overlap
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Node, Tally, Work
 from mpishard.comm.board import BOARD_WORDS, Board
 from mpishard.comm.mpi import MpiCommunicator
+from mpishard.comm.pool import Pool, PooledGather
 from mpishard.comm.record import kernel_identity
 from mpishard.comm.scratch import Scratch
-from mpishard.comm.shared import Place, SharedMemory
+from mpishard.comm.shared import PLACE_BYTES, Place, SharedMemory
 from mpishard.comm.together import together
 from mpishard.errors import ConfigError
 
 __all__ = ["NodeCommunicator"]
+
+_BYTES = DTYPES["uint8"]
 
 #: makes ``out`` of the peers' inputs; told how to wait for a rank's, and whether to add
 _Take = Callable[[Callable[[int], None], bool], None]
@@ -133,9 +138,49 @@ class NodeCommunicator(MpiCommunicator):
         except MemoryError as error:
             raise ConfigError(f"on rank {self.rank}, {error}; use transport mpi, which shares none") from None
 
+    def _common(self, nbytes: int) -> Array:
+        try:
+            return self._memory.common(nbytes)
+        except MemoryError as error:
+            raise ConfigError(f"{error}; use more ranks, a smaller batch, or transport mpi") from None
+
     def allocate(self, count: int, dtype: DType) -> Array:
         """Return a 1-D array in memory that peers read in place."""
         return self._memory.allocate(count, dtype)
+
+    def pool(self, nbytes: int) -> Pool:
+        """Return memory of the ranks of this host: rank 0's, of which each takes a part of the pages."""
+        first = self._peers[0]
+        if self.sharers != len(self._peers):
+            return super().pool(nbytes)
+        mine = together(self, lambda: self._common(nbytes) if self.rank == first else None)
+        place = self._memory.place(mine) if mine is not None else None
+        records = self.exchange(place.pack() if place else bytes(PLACE_BYTES), "the place of a pool")
+
+        def array() -> Array:
+            return mine if mine is not None else self._memory.at(Place.unpack(records[first]), nbytes, _BYTES)
+
+        shared = together(self, array)
+        self._memory.take(shared, self.rank - first, len(self._peers))
+        return Pool(shared, partial(self._bind_pooled, shared))
+
+    def _bind_pooled(self, pool: Array, shard: Array, out: Array) -> Collective:
+        problem = self._problem("shard", shard) or self._problem("out", out)
+        if not problem and shard.dtype not in (out.dtype, accumulator(out.dtype)):
+            problem = f"shard is {shard.dtype} and out is {out.dtype}; {accumulator(out.dtype)} can be rounded to it"
+        if not problem and out.size != shard.size * self.size:
+            need = shard.size * self.size
+            problem = f"out holds {out.size} elements, {self.size} ranks with {shard.size} each need {need}"
+        if not problem and overlap(shard, pool):
+            problem = "shard lies in the pool, where peers read"
+        if not problem and out.size and not overlap(out, pool):
+            problem = "out is no part of the pool"
+        at = address(out) - address(pool)
+        self._agree_binding(f"all-gather to {at} of a pool", out, problem)
+        tally, part = self._tallies["all_gather"], out[self.rank * shard.size : (self.rank + 1) * shard.size]
+        nbytes = part.nbytes * (self.size - 1)
+        self._names[self._bound] = f"all-gather number {self._bound - 1}"
+        return PooledGather(tally, nbytes, self._board, self._bound, self.ops, shard, part)
 
     @property
     def scratch_rule(self) -> Scratch:

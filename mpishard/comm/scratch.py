@@ -191,6 +191,12 @@ class Scratch:
         sums = inside > 1 or self.algorithm == "tree"  # else contributions travel
         return self.size // inside if self.transport == "hierarchical" and sums else 1
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that can share one gathered copy: all, where they are on one host and in its memory; else 1."""
+        one_host = self.transport == "hierarchical" and self.local_size in (0, self.size)
+        return self.size if self.transport == "node" or one_host else 1
+
     def cut(self, count: int, kind: DType, wire: DType) -> Cut:
         """Return the pieces of those that work in pieces."""
         limit, nodes = self.chunk_bytes or CHUNK_BYTES, self.nodes

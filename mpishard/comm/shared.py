@@ -9,16 +9,24 @@ ranks at once, and lie in ``/dev/shm``, which in containers is often 64 MB.)
 [Note: lifetime of a segment]
 The owner keeps the descriptor while any array on the segment is alive; then it is closed and unmapped. A peer's mapping
 lives as long as the peer's arrays on it, also when the owner is gone. Small arrays share a segment.
+
+[Note: large pages]
+Pages of 4 KiB cost a quarter of the bandwidth, and few systems give shared memory larger ones by themselves
+(``shmem_enabled``). So the pages of a large segment are taken at once, and asked to be made large (``MADV_COLLAPSE``,
+Linux 6.1, which that setting does not bind unless it is ``deny``). A page is large for a process only where it is
+mapped at a multiple of its size. Where the kernel refuses, pages stay small, and all is right but slower.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import os
 import struct
 import weakref
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +39,9 @@ __all__ = ["PLACE_BYTES", "Place", "SharedMemory"]
 #: bytes of a segment that small arrays share, and of the largest of them
 _SLAB, _SMALL = 1 << 20, 1 << 16
 _ALIGNMENT = 64
-_MADV_HUGEPAGE = 14
-_READ_WRITE, _MAP_SHARED = 3, 1
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
+_NO_ACCESS, _READ_WRITE = 0, 3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
 _PLACE = struct.Struct("=qqqqq")
 #: bytes of a packed place
 PLACE_BYTES = _PLACE.size
@@ -66,6 +75,15 @@ def _library() -> Any:
     return library
 
 
+@functools.cache
+def _large_page() -> int:
+    """Return the bytes of a large page, or 0 where the kernel has none."""
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 class _Segment:
     """A mapping of ``nbytes`` of a descriptor; unmapped with the last array on it.
 
@@ -74,16 +92,48 @@ class _Segment:
 
     def __init__(self, library: Any, descriptor: int, nbytes: int, keeps: bool) -> None:
         """``keeps``: the descriptor is the segment's from here on, and open as long as it."""
-        found = library.mmap(None, nbytes, _READ_WRITE, _MAP_SHARED, descriptor, 0)
-        if found is None or found == ctypes.c_void_p(-1).value:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        library.madvise(found, nbytes, _MADV_HUGEPAGE)  # where the kernel gives large pages to shared memory
-        self.address: int = found
+        page = _large_page()
+        large = 0 < page <= nbytes
+        # Addresses without memory, as many more as it takes to begin at a multiple of a large page.
+        room = nbytes + page if large else nbytes
+        kind = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        start = _mapped(library, None, room, _NO_ACCESS, kind, -1)
+        try:
+            self.address = start + (-start % page if large else 0)
+            _mapped(library, self.address, nbytes, _READ_WRITE, _MAP_SHARED | _MAP_FIXED, descriptor)
+        except OSError:
+            library.munmap(start, room)
+            raise
+        if large:
+            library.madvise(self.address, nbytes, _MADV_HUGEPAGE)
+        self._library = library
         self.nbytes, self.descriptor = nbytes, descriptor if keeps else -1
         # Arrays may be in use until the very end of the process, so that end unmaps nothing.
-        weakref.finalize(self, _drop, library, found, nbytes, self.descriptor).atexit = False
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (found, False), "version": 3}
+        weakref.finalize(self, _drop, library, start, room, self.descriptor).atexit = False
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+    def take(self, part: int = 0, parts: int = 1) -> None:
+        """Take the pages of one of ``parts`` parts, near this process's cores, and as large ones where there are."""
+        page = _large_page()
+        if not 0 < page <= self.nbytes:
+            return
+        start, stop = (-(-self.nbytes * each // parts // page) * page for each in (part, part + 1))
+        start, stop = min(start, self.nbytes), min(stop, self.nbytes)
+        if self._library.madvise(self.address + start, stop - start, _MADV_POPULATE_WRITE) == 0:
+            self._library.madvise(self.address + start, (stop - start) // page * page, _MADV_COLLAPSE)
+
+
+def _mapped(library: Any, at: int | None, nbytes: int, access: int, kind: int, descriptor: int) -> int:
+    found = library.mmap(at, nbytes, access, kind, descriptor, 0)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(found)
 
 
 def _drop(library: Any, start: int, nbytes: int, descriptor: int) -> None:
@@ -113,14 +163,30 @@ class SharedMemory:
         """
         nbytes = count * dtype.itemsize
         if nbytes > _SMALL:
-            return self._segment(nbytes).view(dtype)
+            segment = self._segment(nbytes)
+            segment.take()
+            return np.asarray(segment).view(dtype)  # which keeps the segment alive, and so does each view of it
         if self._slab is None or self._top + nbytes > _SLAB:
-            self._slab, self._top = self._segment(_SLAB), 0
+            self._slab, self._top = np.asarray(self._segment(_SLAB)), 0
         start = self._top
         self._top = math.ceil((start + max(1, nbytes)) / _ALIGNMENT) * _ALIGNMENT
         return self._slab[start : start + nbytes].view(dtype)
 
-    def _segment(self, nbytes: int) -> Array:
+    def common(self, nbytes: int) -> Array:
+        """Return bytes whose pages are left to those who will :meth:`take` them.
+
+        Raises:
+            MemoryError: as :meth:`allocate`.
+        """
+        return np.asarray(self._segment(nbytes))
+
+    def take(self, array: Array, part: int, parts: int) -> None:
+        """Take the pages of one of ``parts`` parts of what a rank got by :meth:`common`, here or in a peer."""
+        for segment in (*self._own.values(), *self._peers.values()):
+            if segment.address == address(array):
+                segment.take(part, parts)
+
+    def _segment(self, nbytes: int) -> _Segment:
         try:
             descriptor = os.memfd_create("mpishard", os.MFD_CLOEXEC)
             try:
@@ -133,7 +199,7 @@ class SharedMemory:
             raise MemoryError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
         self._taken += 1
         self._own[self._taken] = segment
-        return np.asarray(segment)  # which keeps the segment alive, and so does each view of it
+        return segment
 
     def place(self, array: Array) -> Place | None:
         """Return where an array of :meth:`allocate`, or a part of one, lies; None for any other array."""

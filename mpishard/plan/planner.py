@@ -20,10 +20,9 @@ from mpishard.shard.forecast import forecast
 from mpishard.shard.instructions import Instruction, Outline
 from mpishard.shard.layout import layout
 from mpishard.shard.outline import outline_of, separated
-from mpishard.shard.place import place
-from mpishard.shard.precision import Precision, sizes_of
+from mpishard.shard.precision import Precision
 from mpishard.shard.schedule import STRATEGIES, Settings, build_step, canonical
-from mpishard.shard.steps import Steps, steps_of
+from mpishard.shard.steps import Steps, placed, steps_of
 from mpishard.shard.strategy import ALIASES
 from mpishard.shard.world import World
 
@@ -73,6 +72,7 @@ class Job:
         node: ranks of a node, of which ``hybrid_shard`` makes its groups unless the settings do.
         transport: how ranks talk; ``auto`` is MPI for several, or ``node`` for those of one node without GPUs.
         algorithm: how reduce-scatters over ``mpi`` and ``hierarchical`` go without GPUs.
+        shares_gathered: let ranks of a host share one gathered copy, where they can.
         on_device: whether arrays are on GPUs, as they are with offload: MPI and NCCL receive a whole unit there.
         states: names of what the optimiser keeps for each parameter.
         offload: ``none``, or ``optimizer``: masters and moments lie in the host's memory.
@@ -86,6 +86,7 @@ class Job:
     node: int = 8
     transport: str = "auto"
     algorithm: str = "alltoall"
+    shares_gathered: bool = True
     on_device: bool = False
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     offload: str = "none"
@@ -204,6 +205,7 @@ class Planner:
             on_device=job.gpu,
             own_bytes=own,
             algorithm=job.algorithm,
+            shares_gathered=job.shares_gathered,
         )
 
     @cached_property
@@ -223,10 +225,9 @@ class Planner:
             self._placed[settings, world.size] = self._lists[lists]
         if (settings, world.size) not in self._placed:
             like = self._lists[lists]
-            across = world.across if settings.hybrid and world.groups > 1 else None
-            sizes = sizes_of(layouts, types, like.gradient_types, world.scratch, across, world.groups)
-            placements = tuple(place(self._outline, one, sizes) for one in like.schedules)
-            self._placed[settings, world.size] = replace(like, placements=placements)
+            self._placed[settings, world.size] = placed(
+                self._outline, layouts, settings, types, world, like.schedules, like.gradient_types
+            )
         return self._placed[settings, world.size]
 
     def sent(self, strategy: str, ranks: int) -> dict[str, int]:
@@ -250,8 +251,11 @@ class Planner:
             state = sum(held[name] for name in STATE)
             return state, held["peak"] - state
 
-        slack = _PADDING * len(self.job.model.units)
-        found = least_ranks(parts, lambda ranks: parts(ranks, 1), memory, slack, MOST_RANKS)
+        job, slack = self.job, _PADDING * len(self.job.model.units)
+        share = job.shares_gathered and not job.gpu and job.transport in ("auto", "node", "hierarchical")
+        found = least_ranks(
+            parts, lambda ranks: parts(ranks, 1), memory, slack, MOST_RANKS, inside=job.node if share else 1
+        )
         if found is not None:
             return found, ""
         held = self.rank(strategy, 2)

@@ -26,6 +26,7 @@ def least_ranks(
     memory: int,
     slack: int,
     most: int,
+    inside: int = 1,
 ) -> int | None:
     """Return the smallest number of ranks whose memory fits; None where that of ``most`` ranks or fewer does not.
 
@@ -34,14 +35,21 @@ def least_ranks(
         lowest: the same with the batch that takes the least.
         slack: bytes by which padding can make the rest larger.
         most: the largest number of ranks.
+        inside: ranks of a node, where what is beside the state shrinks too with more of them; of more ranks it does
+            not, nor of any if this is 1.
     """
     if sum(parts(1)) <= memory:
         return 1
-    half, rest = lowest(2)
+    half, _ = lowest(2)
+    for ranks in range(max(2, -(-(2 * half - slack) // memory)), min(inside, most) + 1):
+        if sum(parts(ranks)) <= memory:
+            return ranks
+    first = max(2, inside + 1)
+    held, rest = lowest(first)
     room = memory - (rest - slack)
     if room <= 0:
         return None
-    ranks = max(2, -(-(2 * half - slack) // room))
+    ranks = max(first, -(-(first * held - slack) // room))
     tried = 0
     while ranks <= most:
         held, rest = parts(ranks)

@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpishard.array.arena import REGION, Arena
+from mpishard.array.arena import POOLED, REGION, Arena
 from mpishard.array.constants import CHUNK
 from mpishard.array.dtypes import Array
 from mpishard.array.ops import Ops
 from mpishard.array.shape_ops import ShapeOps
 from mpishard.comm.base import Communicator
+from mpishard.comm.pool import Pool
 from mpishard.errors import EngineError
 from mpishard.nn.model import Model
 from mpishard.shard.control import Agreement, Report, agree, describe, same_schedules
@@ -32,7 +33,7 @@ from mpishard.shard.instructions import Instruction
 from mpishard.shard.layout import layout
 from mpishard.shard.ledger import Ledger, most_taken
 from mpishard.shard.loss_scale import LossScale
-from mpishard.shard.memory import reserve
+from mpishard.shard.memory import pool_of, reserve
 from mpishard.shard.offload import Updates, pinned_for, take_together
 from mpishard.shard.outline import outline_of, separated
 from mpishard.shard.precision import precision
@@ -117,9 +118,9 @@ class Engine:
         self.states = optimizer.states if optimizer is not None else ()
         layers = {id(stage.layer): stage.layer for stage in model.stages}.values()
         facts = describe([*layers, optimizer, global_batch, micro_batch, seed, dtype_name, reduce_dtype, settings])
-        facts += describe(loss_scale) + describe(offload) + str(self.layouts)
         self._parts = self._split(comm, settings)
-        self.world = world = World.of(comm, settings, self._parts)
+        self.world = world = World.of(comm, settings, self._parts, shares=not poison)
+        facts += describe(loss_scale) + describe(offload) + str(self.layouts) + str(world.sharers)
         steps = steps_of(
             self.outline, self.layouts, settings, types, world, trained=optimizer is not None, schedule=schedule
         )
@@ -128,6 +129,7 @@ class Engine:
         self._digests = same_schedules(comm, steps.schedules, facts)
 
         trained = optimizer.states if optimizer is not None else None
+        pool: Pool | None = None
         if isinstance(ops, ShapeOps):
             self.arena = Arena(ops, None, poison)
         else:
@@ -135,29 +137,29 @@ class Engine:
                 model, trained, settings, types, world, micro_batch=micro_batch, ops_bytes=ops.own_bytes,
                 offload=offload, steps=steps,
             )  # fmt: skip
+            pool = pool_of(self._parts or (comm,), steps)
             self.arena = memory_together(
-                comm, lambda: Arena(ops, plan.peaks, poison, plan.reserved, comm.allocate)
+                comm, lambda: Arena(ops, plan.peaks, poison, plan.reserved, comm.allocate, pool and pool.bytes)
             )
             if self.pinned is not None:
                 take_together(comm, self.pinned, plan.host)
         memory = reserve(
-            parted, self.layouts, self.arena, ops, types, trained, settings=settings, world=world,
-            region=steps.region, micro_batch=micro_batch, seed=seed,
-            lowest=self.outline.lowest, pinned=self.pinned,
+            parted, self.layouts, self.arena, ops, types, trained, settings=settings, world=world, steps=steps,
+            micro_batch=micro_batch, seed=seed, lowest=self.outline.lowest, pinned=self.pinned,
         )  # fmt: skip
         self.state, self._runner = memory.state, memory.runner
         self._logits, self._squares = memory.logits, memory.squares
         self._updates = None if optimizer is None else Updates(self.state, memory.slots, self.pinned, ops, optimizer)
         self._compiler = Compiler(
-            parted, self.outline, self.layouts, self.state, memory.region, self._parts or (comm, None), ops, self.arena,
-            self._runner, types=types, gradient_types=steps.gradient_types, settings=settings,
+            parted, self.outline, self.layouts, memory, self._parts or (comm, None), ops, self.arena,
+            types=types, steps=steps, settings=settings, pool=pool,
         )  # fmt: skip
         hooks = (self._agree, self._update, self._predict)
         self._train, self._eval, self._pred = (
             self._compiler.compile(one, placed, *hooks)
             for one, placed in zip(steps.schedules, steps.placements, strict=True)
         )
-        self._taken = most_taken((self._train, self._eval, self._pred))
+        self._taken = most_taken((self._train, self._eval, self._pred), pooled=pool is not None)
         initialise(self.state, ops, seed)
         self._compiler.share()
         #: the memory in use at each instruction of the last training step, where that was asked for
@@ -351,6 +353,7 @@ class Engine:
     def _beside(self) -> dict[str, int]:
         """Bytes that backend and transport hold for themselves, and what is reserved for good, by category."""
         found = {name: nbytes for name, nbytes in self.arena.reserved().items() if name != REGION}
+        found[POOLED] = 0  # counted as it is used
         found["workspace"] += self.ops.own_bytes
         found["staging"] += self.world.own_bytes
         return found
@@ -359,7 +362,7 @@ class Engine:
         """Return the bytes this rank holds, by category; they add up to all that it holds.
 
         ``gathered``, ``unreduced`` and ``staging`` share one region, and stand here with what they hold when they are
-        most together; gaps between buffers count as ``staging``.
+        most together; gaps between buffers count as ``staging``. Of a pool it is this rank's part that is ``gathered``.
         """
         held = self.arena.held()
         region = held.pop(REGION)

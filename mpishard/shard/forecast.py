@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mpishard.array.arena import CATEGORIES, Arena
+from mpishard.array.arena import CATEGORIES, POOLED, Arena
 from mpishard.array.constants import CHUNK
 from mpishard.array.dtypes import Array, DType
 from mpishard.array.shape_ops import ShapeOps
@@ -94,6 +94,7 @@ class Forecast:
         """Bytes in use by category while each instruction of a training step runs."""
         schedule, live = self.steps.schedules[0], self.steps.placements[0].live
         fixed = {name: self.reserved[name] + self.beside.get(name, 0) for name in CATEGORIES}
+        fixed[POOLED] = 0  # counted as it is used, as all that has a place
         moments = []
         for i, (step, (saved, workspace)) in enumerate(zip(schedule, self.uses, strict=True)):
             now = {**fixed, "saved": saved, "workspace": fixed["workspace"] + workspace}
@@ -140,7 +141,7 @@ def forecast(
     arena = Arena(shapes, None)
     pinned = pinned_for(offload, shapes)
     memory = reserve(
-        model, layouts, arena, shapes, types, states, settings=settings, world=world, region=steps.region,
+        model, layouts, arena, shapes, types, states, settings=settings, world=world, steps=steps,
         micro_batch=micro_batch, seed=0, lowest=outline.lowest, pinned=pinned,
     )  # fmt: skip
     walk = _Walk(model, outline, layouts, steps, types, shapes, arena, memory, micro_batch)

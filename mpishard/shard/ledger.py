@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from mpishard.array.arena import CATEGORIES, STACKS, Arena
+from mpishard.array.arena import CATEGORIES, POOLED, STACKS, Arena
 from mpishard.shard.memory import Moment
 from mpishard.shard.place import KINDS, aligned
 from mpishard.shard.program import Action
@@ -54,16 +54,22 @@ class Ledger:
             self.moments = tuple(self._step)
 
 
-def most_taken(programs: Iterable[Sequence[Action]]) -> dict[str, int]:
-    """Return the bytes of the region by category where they are most together, in any of the programs."""
+def most_taken(programs: Iterable[Sequence[Action]], *, pooled: bool) -> dict[str, int]:
+    """Return the bytes of the region by category where they are most together, in any of the programs.
+
+    ``pooled``: what is gathered lies elsewhere.
+    """
     most: dict[str, int] = dict.fromkeys(KINDS, 0)
     for program in programs:
         now = dict.fromkeys(KINDS, 0)
         for action in program:
-            _add(now, action.takes, 1)
+            takes, gives = (
+                [held for held in each if not (pooled and held[0] == POOLED)] for each in (action.takes, action.gives)
+            )
+            _add(now, takes, 1)
             if sum(now.values()) > sum(most.values()):
                 most = dict(now)
-            _add(now, action.gives, -1)
+            _add(now, gives, -1)
     return most
 
 

@@ -73,6 +73,8 @@ class Placement:
         staging: index of Reduce or AllReduce -> offset.
         size: bytes of the region.
         live: for each kind, the bytes alive at each instruction.
+        pool: bytes of this rank in memory that ranks share, where what is gathered has its places there, and not in
+            the region; its offsets are among these bytes, and each rank's are as many.
     """
 
     gathered: Mapping[int, int]
@@ -80,37 +82,54 @@ class Placement:
     staging: Mapping[int, int]
     size: int
     live: Mapping[str, Sequence[int]]
+    pool: int = 0
 
     @property
     def fullest(self) -> dict[str, int]:
-        """Bytes of each kind where they are most together, at the first of such instructions."""
-        totals = [sum(each) for each in zip(*self.live.values(), strict=True)]
-        if not totals:
-            return dict.fromkeys(KINDS, 0)
-        at = totals.index(max(totals))
-        return {kind: self.live[kind][at] for kind in KINDS}
+        """Bytes of each kind in the region where they are most together, at the first of such instructions."""
+        found = dict.fromkeys(KINDS, 0)
+        there = {kind: each for kind, each in self.live.items() if kind != "gathered" or not self.pool}
+        totals = [sum(each) for each in zip(*there.values(), strict=True)]
+        if totals:
+            at = totals.index(max(totals))
+            found |= {kind: each[at] for kind, each in there.items()}
+        return found
 
 
-def place(outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, Sizes]) -> Placement:
-    """Place the buffers of a legal schedule; ``sizes`` by unit."""
+def place(
+    outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, Sizes], pooled: bool = False
+) -> Placement:
+    """Place the buffers of a legal schedule.
+
+    Args:
+        sizes: by unit; with ``pooled`` a rank's part of what is gathered.
+        pooled: what is gathered lies in memory that ranks share.
+    """
     lives = _lifetimes(outline, schedule, sizes)
     changes = {kind: [0] * (len(schedule) + 1) for kind in KINDS}
     for life in lives:
         changes[life.kind][life.start] += life.size
         changes[life.kind][life.stop + 1] -= life.size
     live = {kind: list(accumulate(each))[:-1] for kind, each in changes.items()}
-    offsets, size = _smallest(lives, max(map(sum, zip(*live.values(), strict=True)), default=0))
+    if pooled:
+        shared = [life for life in lives if life.kind == "gathered"]
+        lives = [life for life in lives if life.kind != "gathered"]
+        there, pool = _smallest(shared, max(live["gathered"], default=0))
+    else:
+        shared, there, pool = [], [], 0
+    together = [each for kind, each in live.items() if not (pooled and kind == "gathered")]
+    offsets, size = _smallest(lives, max(map(sum, zip(*together, strict=True)), default=0))
     gathered: dict[int, int] = {}
     unreduced: dict[int, dict[str, int]] = {}
     staging: dict[int, int] = {}
-    for life, offset in zip(lives, offsets, strict=True):
+    for life, offset in zip([*lives, *shared], [*offsets, *there], strict=True):
         if life.kind == "gathered":
             gathered[life.start] = offset
         elif life.kind == "unreduced":
             unreduced.setdefault(life.start, {})[life.unit] = offset
         else:
             staging[life.start] = offset
-    return Placement(gathered, unreduced, staging, size, live)
+    return Placement(gathered, unreduced, staging, size, live, pool)
 
 
 def _lifetimes(outline: Outline, schedule: Sequence[Instruction], sizes: Mapping[str, Sizes]) -> list[_Lifetime]:

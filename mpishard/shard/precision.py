@@ -95,12 +95,14 @@ def sizes_of(
     scratch: Scratch,
     across: Scratch | None = None,
     groups: int = 1,
+    sharers: int = 1,
 ) -> dict[str, Sizes]:
     """Return the bytes of each unit's buffers.
 
     Args:
         scratch: of the transport that gathers and reduces.
         across: of the one that adds up over ``groups`` groups, where there are several.
+        sharers: ranks that share what is gathered; each counts its part.
     """
     found: dict[str, Sizes] = {}
     known: dict[tuple[int, DType], Sizes] = {}
@@ -113,7 +115,7 @@ def sizes_of(
                 held = flat.shard * groups
                 beside = flat.shard * types.wide.itemsize + across(held, types.wide, types.wide)
             known[key] = Sizes(
-                flat.total * types.kind.itemsize,
+                flat.total // sharers * types.kind.itemsize,
                 flat.total * gradient.itemsize,
                 scratch(flat.total, gradient, types.wire),
                 beside,

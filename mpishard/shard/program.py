@@ -10,6 +10,7 @@ from mpishard.array.arena import Arena
 from mpishard.array.dtypes import Array, DType
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Work
+from mpishard.comm.pool import Pool
 from mpishard.nn.layer import Gradient
 from mpishard.nn.model import Model, Stage
 from mpishard.shard.instructions import (
@@ -33,10 +34,10 @@ from mpishard.shard.instructions import (
     short,
 )
 from mpishard.shard.layout import Layout
+from mpishard.shard.memory import Memory
 from mpishard.shard.place import Placement
 from mpishard.shard.precision import Precision
-from mpishard.shard.runner import Runner
-from mpishard.shard.state import State
+from mpishard.shard.steps import Steps
 from mpishard.shard.strategy import Settings
 
 __all__ = ["Action", "Compiler", "views"]
@@ -76,23 +77,23 @@ class Compiler:
         model: Model,
         outline: Outline,
         layouts: Mapping[str, Layout],
-        state: State,
-        region: Array,
+        memory: Memory,
         comms: tuple[Communicator, Communicator | None],
         ops: Ops,
         arena: Arena,
-        runner: Runner,
         *,
         types: Precision,
-        gradient_types: Mapping[str, DType],
+        steps: Steps,
         settings: Settings,
+        pool: Pool | None = None,
     ) -> None:
-        """``region``: the bytes that communication touches. ``comms``: who share a copy of the state, and the ranks of
-        the other groups that have the same shard, where there are others."""
-        self.model, self.outline, self.layouts, self.state = model, outline, layouts, state
-        self.region, self.ops, self.arena, self.runner = region, ops, arena, runner
+        """``comms``: who share a copy of the state, and the ranks of the other groups that have the same shard, where
+        there are others. ``pool``: where units are gathered once for several ranks."""
+        self.model, self.outline, self.layouts, self.state = model, outline, layouts, memory.state
+        self.region, self.ops, self.arena, self.runner = memory.region, ops, arena, memory.runner
         self.inner, self.across = comms
-        self.types, self.gradient_types, self.settings = types, gradient_types, settings
+        self.types, self.gradient_types, self.settings = types, steps.gradient_types, settings
+        self._pool, self._pooled, self._sharers = pool, memory.pool, steps.sharers
         self._index = {stage.name: i for i, stage in enumerate(model.stages)}
         self._bound: dict[tuple[object, ...], Collective] = {}
         self._views: dict[tuple[str, str, int], dict[str, Array]] = {}
@@ -100,7 +101,7 @@ class Compiler:
         #: when the collective arrived that was waited for last (perf_counter)
         self.arrival = 0.0
         self._resident = {
-            name: views(part.resident, layouts[name]) for name, part in state.items() if part.resident is not None
+            name: views(part.resident, layouts[name]) for name, part in self.state.items() if part.resident is not None
         }
 
     def compile(
@@ -132,20 +133,20 @@ class Compiler:
                 run, kind = partial(self._start_share, step.unit, self._share(step.unit)), "start"
                 mark = f"gather {step.unit} {whole.nbytes}".encode()
             elif isinstance(step, Gather):
-                buffer = self._cut(placement.gathered[i], step.unit, self.types.kind)
+                buffer = self._gathered(placement.gathered[i], step.unit)
                 collective = self._gather(step.unit, placement.gathered[i], buffer)
                 values[step.unit] = self._view("gathered", step.unit, placement.gathered[i], buffer)
                 buffers[step.unit] = buffer
                 run, kind = partial(self._start_gather, step.unit, collective, buffer), "start"
                 mark = f"gather {step.unit} {buffer.nbytes}".encode()
-                takes = (("gathered", buffer.nbytes),)
+                takes = (("gathered", buffer.nbytes // self._sharers),)
             elif isinstance(step, Await):
                 run = partial(self._await if step.unit in buffers else self._shared, step.unit)
                 kind = "wait"
             elif isinstance(step, Release):
                 # The views remain: check() has seen that nobody reads them, and poisoned they show who does.
                 run = partial(self._release, step.unit, buffers[step.unit])
-                gives = (("gathered", buffers[step.unit].nbytes),)
+                gives = (("gathered", buffers[step.unit].nbytes // self._sharers),)
             elif isinstance(step, Reduce):
                 offset, buffer = gradients[step.unit]
                 collective, beside[step.unit] = self._reduce(step.unit, offset, placement.staging[i], buffer)
@@ -187,6 +188,12 @@ class Compiler:
 
     # --- memory and collectives, each made once
 
+    def _gathered(self, offset: int, unit: str) -> Array:
+        if self._pooled is None:
+            return self._cut(offset, unit, self.types.kind)
+        start, nbytes = offset * self._sharers, self.layouts[unit].total * self.types.kind.itemsize
+        return self._pooled[start : start + nbytes].view(self.types.kind)
+
     def _cut(self, offset: int, unit: str, kind: DType) -> Array:
         return self.region[offset : offset + self.layouts[unit].total * kind.itemsize].view(kind)
 
@@ -200,12 +207,17 @@ class Compiler:
         key = ("gather", unit, offset)
         if key not in self._bound:
             part = self.state[unit]
-            shard = buffer[part.start : part.stop] if self._rounds(unit) else part.kept
-            self._bound[key] = self.inner.bind_all_gather(shard, buffer)
+            if self._pool is not None:
+                self._bound[key] = self._pool.bind(part.kept, buffer)
+            else:
+                shard = buffer[part.start : part.stop] if self._rounds(unit) else part.kept
+                self._bound[key] = self.inner.bind_all_gather(shard, buffer)
         return self._bound[key]
 
     def _rounds(self, unit: str) -> bool:
         """Whether this rank's part is rounded into the gathered buffer, and sent from there."""
+        if self._pool is not None:
+            return False  # peers may still read there, so the collective does it when they do not
         return self.types.mixed and "cast" not in self.state[unit].arrays
 
     def _share(self, unit: str) -> Collective:

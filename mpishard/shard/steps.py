@@ -14,7 +14,7 @@ from mpishard.shard.precision import Precision, gradient_types, sizes_of
 from mpishard.shard.schedule import Settings, build_forward, build_step
 from mpishard.shard.world import World
 
-__all__ = ["Steps", "steps_of"]
+__all__ = ["Steps", "placed", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,18 @@ class Steps:
 
     Attributes:
         gradient_types: unit -> element type of its gradient buffer.
+        sharers: ranks that share what is gathered, where it lies in a pool and not in the region; else 1.
     """
 
     schedules: tuple[tuple[Instruction, ...], ...]
     placements: tuple[Placement, ...]
     gradient_types: Mapping[str, DType]
+    sharers: int = 1
+
+    @property
+    def pool(self) -> int:
+        """Bytes of each sharer in what they share."""
+        return max(placement.pool for placement in self.placements)
 
     @property
     def region(self) -> int:
@@ -68,8 +75,32 @@ def steps_of(
     for one, due in zip(schedules, (settings.micros, settings.micros, 1), strict=True):
         if one:
             check(outline, one, settings.strategy, due)
-    gradients = gradient_types(outline, train, types)
+    return placed(outline, layouts, settings, types, world, schedules, gradient_types(outline, train, types))
+
+
+def placed(
+    outline: Outline,
+    layouts: Mapping[str, Layout],
+    settings: Settings,
+    types: Precision,
+    world: World,
+    schedules: tuple[tuple[Instruction, ...], ...],
+    gradients: Mapping[str, DType],
+) -> Steps:
+    """Return legal schedules with the places of their buffers.
+
+    Where ranks can share what is gathered they do, but where that would take more: apart from all else it lies beside
+    gradients, and not where they will be.
+    """
     across = world.across if settings.hybrid and world.groups > 1 else None
-    sizes = sizes_of(layouts, types, gradients, world.scratch, across, world.groups)
-    placements = tuple(place(outline, one, sizes) for one in schedules)
-    return Steps(schedules, placements, gradients)
+
+    def steps(sharers: int) -> Steps:
+        sizes = sizes_of(layouts, types, gradients, world.scratch, across, world.groups, sharers)
+        found = tuple(place(outline, one, sizes, pooled=sharers > 1) for one in schedules)
+        return Steps(schedules, found, gradients, sharers)
+
+    alone = steps(1)
+    if world.sharers == 1 or settings.resident:
+        return alone
+    pooled = steps(world.sharers)
+    return pooled if pooled.pool and pooled.region + pooled.pool <= alone.region else alone

@@ -27,6 +27,7 @@ class World:
         scratch: bytes that a reduce-scatter inside a group needs.
         across: bytes that one needs among the ranks that hold the same shard, one of each group.
         own_bytes: memory that the transport holds for itself.
+        sharers: ranks of a group that can share one gathered copy; 1 where each has its own.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class World:
     scratch: Scratch = _nothing
     across: Scratch = _nothing
     own_bytes: int = 0
+    sharers: int = 1
 
     @property
     def groups(self) -> int:
@@ -62,11 +64,19 @@ class World:
         return inside, [list(every[part :: self.group]) for part in range(self.group)]
 
     @classmethod
-    def of(cls, comm: Communicator, settings: Settings, parts: tuple[Communicator, Communicator] | None) -> World:
+    def of(
+        cls,
+        comm: Communicator,
+        settings: Settings,
+        parts: tuple[Communicator, Communicator] | None,
+        *,
+        shares: bool = True,
+    ) -> World:
         """Return the world of a communicator.
 
         Args:
             parts: its group, and those with the same shard, where there are several groups.
+            shares: let ranks share one gathered copy where they can; not where each fills with NaN what it releases.
 
         Raises:
             ConfigError: the group does not divide the ranks.
@@ -74,7 +84,8 @@ class World:
         group = group_of(settings, comm.size, comm.node.local_size)
         inner, outer = parts or (comm, comm)
         own = comm.own_bytes + sum(each.own_bytes for each in parts or ())
-        return cls(comm.rank, comm.size, group, inner.scratch_bytes, outer.scratch_bytes, own)
+        sharers = inner.sharers if shares else 1
+        return cls(comm.rank, comm.size, group, inner.scratch_bytes, outer.scratch_bytes, own, sharers)
 
     @classmethod
     def imagined(
@@ -88,6 +99,7 @@ class World:
         on_device: bool = False,
         own_bytes: int = 0,
         algorithm: str = "alltoall",
+        shares_gathered: bool = True,
     ) -> World:
         """Return a world that is not there.
 
@@ -97,6 +109,7 @@ class World:
             on_device: whether arrays are on GPUs.
             own_bytes: memory that the transport would hold for itself.
             algorithm: how reduce-scatters over ``mpi`` go on the host.
+            shares_gathered: let ranks share one gathered copy where they can.
 
         Raises:
             ConfigError: the group does not divide the ranks.
@@ -107,4 +120,4 @@ class World:
             transport_scratch(transport, ranks, on_device=on_device, algorithm=algorithm, local_size=local)
             for ranks, local in ((group, min(near, group)), (size // group, max(1, near // group)))
         )
-        return cls(rank, size, group, inside, across, own_bytes)
+        return cls(rank, size, group, inside, across, own_bytes, inside.sharers if shares_gathered else 1)

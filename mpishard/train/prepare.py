@@ -58,6 +58,7 @@ def prepare(config: Config, comm: Communicator, *, alone: bool = False) -> Prepa
     optimizer = AdamW(optim.beta1, optim.beta2, optim.eps, optim.decay, optim.clip)
     places = places_of(config, comm, alone=alone)
     comm.bracket = places.bracket
+    comm.shares_gathered = comm.shares_gathered and config.comm.share_gathered and not config.debug.poison
     settings = settings_of(config, check_ranks(config, comm.size), places.group)
     types = types_of(config.precision)
 

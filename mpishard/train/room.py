@@ -65,7 +65,9 @@ def _world(comm: Communicator, settings: Settings) -> World:
     """Return this rank's world before there are communicators of its groups."""
     world, rule = World.of(comm, settings, None), comm.scratch_rule
     beside = max(1, comm.node.local_size // world.group)  # of those that hold the same shard
-    return replace(world, scratch=rule.of(world.group), across=rule.of(world.groups, beside))
+    inside = rule.of(world.group)
+    sharers = inside.sharers if comm.shares_gathered else 1
+    return replace(world, scratch=inside, across=rule.of(world.groups, beside), sharers=sharers)
 
 
 def room() -> int:

@@ -287,6 +287,11 @@ class CommConfig(_Section):
         description="order in which ranks' gradients are added: one after another, or first inside each node, as "
         "hybrid_shard does",
     )
+    share_gathered: bool = Field(
+        default=True,
+        description="ranks of one host gather into one copy that all of them read, where that takes less memory "
+        "(transport node, full_shard and hybrid_shard); false = each into its own",
+    )
     silence: float = Field(
         default=30.0,
         ge=0,

@@ -16,10 +16,10 @@ from mpishard.shard.world import World
 from tests.shard.training import Job
 
 
-def predicted(engine: Engine, transport: str, micro_batch: int = 0, schedule: Any = None) -> Forecast:
-    """Predict from the engine's arguments alone, in a world that is imagined."""
+def predicted(engine: Engine, transport: str, micro_batch: int = 0, schedule: Any = None, **place: Any) -> Forecast:
+    """Predict from the engine's arguments alone, in a world that is imagined, of which ``place`` says more."""
     comm, settings = engine.comm, engine.settings
-    world = World.imagined(comm.rank, comm.size, settings, transport=transport, own_bytes=comm.own_bytes)
+    world = World.imagined(comm.rank, comm.size, settings, transport=transport, own_bytes=comm.own_bytes, **place)
     states = None if engine.optimizer is None else engine.optimizer.states
     batch = micro_batch or engine._runner.micro_batch
     return forecast(

@@ -25,7 +25,7 @@ KEYS = {
     "device": "kind share",
     "train": "steps global_batch micro_batch seed heldout_every heldout_batches log_every sample",
     "checkpoint": "every keep final",
-    "comm": "transport algorithm sums silence stall",
+    "comm": "transport algorithm sums share_gathered silence stall",
     "debug": "poison trace",
 }
 
