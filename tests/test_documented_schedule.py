@@ -98,7 +98,10 @@ def planned(preset: str, ranks: int, overrides: list[str]) -> dict[str, int]:
     ops.prepare(types.wire)
     model = build_model(config.model, recompute_attention=config.shard.recompute == "attention")
     name, own = ("mpi", NumpyOps.own_bytes) if ranks > 1 else ("local", 0)  # the thread that calls MPI has some too
-    world = World.imagined(0, ranks, settings, transport=name, own_bytes=own)
+    if config.comm.transport == "node":
+        name, own = "node", 0
+    share = config.comm.share_gathered
+    world = World.imagined(0, ranks, settings, transport=name, own_bytes=own, shares_gathered=share)
     batch = config.train.micro_batch
     return forecast(model, AdamW().states, settings, types, world, micro_batch=batch, ops_bytes=ops.own_bytes).held
 

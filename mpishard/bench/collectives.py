@@ -3,10 +3,11 @@
 [Note: method]
 For each operation, type and size every variant is bound once. It is run on fresh data into an output of other numbers,
 and checked; then all variants run WARM_UPS times; then they take turns (A B C A B C), so that a ratio is of one time of
-the machine. Before each sample is a barrier; a sample is from before the call until the result is there and the input
-may be overwritten, on a device until its stream has come there; it counts as the slowest rank's. At the end each is
-checked again. A copy and a sum of private buffers of the same size, on all ranks at once, take turns with the others:
-what this memory gives now.
+the machine. At its turn each runs twice, and the second time counts: a variant must not find in the caches what another
+that uses the same buffers has left there. Before each sample is a barrier; a sample is from before the call until the
+result is there and the input may be overwritten, on a device until its stream has come there; it counts as the slowest
+rank's. At the end each is checked again. A copy and a sum of private buffers of the same size, on all ranks at once,
+take turns with the others: what this memory gives now.
 """
 
 from __future__ import annotations
@@ -205,7 +206,9 @@ class Sweep:
         memory = self.memories[variant.transport]
         calls = self.calls if variant.native else None
         kind = DTYPES[DTYPE_NAMES[dtype]]
-        return bound(op, memory, self.comms[variant], count, kind, ordered=variant.ordered, calls=calls)
+        return bound(
+            op, memory, self.comms[variant], count, kind, ordered=variant.ordered, shared=variant.shared, calls=calls
+        )
 
     def _tried(self, subject: Subject) -> bool:
         """Run once on fresh data."""
@@ -229,6 +232,7 @@ class Sweep:
             times = np.empty((len(subjects), number))
             for sample in range(number):
                 for i, subject in enumerate(subjects):
+                    self._once(subject)
                     times[i, sample] = self._once(subject)
         return times
 

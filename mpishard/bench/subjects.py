@@ -2,8 +2,8 @@
 
 Buffers come from the transport (``allocate``), taken once for the largest message; every size uses the beginning of
 them. A message is ``count`` elements, ``count / ranks`` of each rank. All-gathers are in place: a rank's part is its
-own slice of the result. An all-reduce of ours is an ordered reduce-scatter, rounded to the type of the message where
-that is narrower, and an all-gather.
+own slice of the result; but where ranks gather into one copy, into which each copies its part. An all-reduce of ours is
+an ordered reduce-scatter, rounded to the type of the message where that is narrower, and an all-gather.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mpishard.array.ops import Ops
 from mpishard.bench import data
 from mpishard.comm.base import Communicator, Work
 from mpishard.comm.library_calls import LibraryCalls
+from mpishard.comm.pool import Pool
 
 __all__ = ["Memory", "Message", "Private", "Subject", "bound"]
 
@@ -29,6 +30,13 @@ class Memory:
         each = 2 * -(-most // comm.size)  # sums of 16-bit numbers are twice as wide
         self.comm, self._most = comm, {"source": most, "out": most, "shard": each, "scratch": scratch}
         self._taken: dict[str, Array] = {}
+        self._pool: Pool | None = None
+
+    def pool(self) -> Pool:
+        """Return what all ranks share, as large as a message. Collective when it is first asked for."""
+        if self._pool is None:
+            self._pool = self.comm.pool(self._most["out"])
+        return self._pool
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +156,32 @@ class _Ours(Message):
             work.released()
 
 
+class _Shared(Message):
+    """An all-gather into memory that all ranks share."""
+
+    def __init__(self, memory: Memory, comm: Communicator, count: int, kind: DType) -> None:
+        super().__init__("all_gather", memory, comm, count, kind, ordered=True)
+        pool = memory.pool()
+        self.source, self.out = memory.cut("shard", count // comm.size, kind), pool.bytes[: self.out.nbytes].view(kind)
+        self.part = self.out
+        self._gather = pool.bind(self.source, self.out)
+        self._work: Work | None = None
+
+    def prepare(self) -> None:
+        """Write this rank's table into the input, and -1 into this rank's part of the output."""
+        each = self.source.size
+        self.ops.fill(self.out[self.first : self.first + each], -1.0)
+        data.fill(self.ops, self.source, data.table(self.comm.rank, self.kind))
+
+    def run(self) -> None:
+        self._work = self._gather.start()
+        self._work.wait_inputs()
+
+    def end(self) -> None:
+        if self._work is not None:
+            self._work.released()
+
+
 class _Library(Message):
     """The MPI library's own, which blocks."""
 
@@ -169,13 +203,17 @@ def bound(
     kind: DType,
     *,
     ordered: bool,
+    shared: bool = False,
     calls: LibraryCalls | None = None,
 ) -> Subject:
     """Return a collective of a communicator on buffers of its transport; with ``calls``, the library's own. Collective.
 
     Args:
         ordered: whether every bit of a sum is known.
+        shared: gather into one copy of all ranks.
     """
+    if shared:
+        return _Shared(memory, comm, count, kind)
     if calls is not None:
         return _Library(op, memory, comm, count, kind, calls)
     return _Ours(op, memory, comm, count, kind, ordered=ordered)

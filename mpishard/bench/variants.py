@@ -1,7 +1,7 @@
 """What is compared: transports, each with the algorithms it has, and which of them the others are measured against.
 
 A variant is written TRANSPORT or TRANSPORT:ALGORITHM: ``mpi`` and ``mpi:auto`` are one; ``mpi:native`` is the MPI
-library's own collective.
+library's own collective, ``node:shared`` an all-gather into one copy that all ranks read.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import NamedTuple
 from mpishard.comm.segments import ALGORITHMS, ORDERED
 from mpishard.errors import ConfigError
 
-__all__ = ["DTYPE_NAMES", "KNOWN", "NATIVE", "Variant", "asked", "listed", "parse_baseline"]
+__all__ = ["DTYPE_NAMES", "KNOWN", "NATIVE", "SHARED", "Variant", "asked", "listed", "parse_baseline"]
 
 #: transports that can be measured
 KNOWN = ("mpi", "node", "hierarchical", "staged", "nccl")
-NATIVE = "native"
-#: transports that have more than ``auto``
+NATIVE, SHARED = "native", "shared"
+#: transports whose algorithms ``--algorithms`` chooses
 _CHOICE = ("mpi",)
+#: algorithms by transport, where there are more than ``auto``
+_ALGORITHMS = {"mpi": ALGORITHMS, "node": ("auto", SHARED)}
 #: names of element types, as written and as in :data:`mpishard.array.dtypes.DTYPES`
 DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -42,11 +44,16 @@ class Variant(NamedTuple):
     @property
     def ordered(self) -> bool:
         """Whether its sums are in rank order, so that every bit is known."""
-        return self.algorithm in ORDERED
+        return self.algorithm in (*ORDERED, SHARED)
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks gather into one copy."""
+        return self.algorithm == SHARED
 
     def differs(self, op: str) -> bool:
         """Return whether ``op`` is another one with this algorithm than with ``auto``."""
-        return op != "all_gather" or self.algorithm in ("auto", NATIVE)
+        return (op == "all_gather") == self.shared or self.algorithm in ("auto", NATIVE)
 
 
 def listed(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -71,7 +78,7 @@ def _variant(option: str, text: str) -> tuple[Variant, bool]:
         raise ConfigError(f"{option}: transport {transport!r} is not known; choose among {', '.join(KNOWN)}")
     if not colon:
         return Variant(transport), False
-    has = ALGORITHMS if transport in _CHOICE else ("auto",)
+    has = _ALGORITHMS.get(transport, ("auto",))
     if algorithm not in has:
         raise ConfigError(f"{option}: algorithm {algorithm!r} is not one of {transport}; choose among {', '.join(has)}")
     return Variant(transport, algorithm), True

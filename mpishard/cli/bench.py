@@ -37,7 +37,7 @@ def bench() -> None:
 @click.option(
     "--transports",
     metavar="T[:A][,T...]",
-    help="Transports, each with an algorithm or not: mpi,node on a CPU, staged,nccl on GPUs by default.",
+    help="Transports, each with an algorithm or not: mpi,node,node:shared on a CPU, staged,nccl on GPUs by default.",
 )
 @click.option(
     "--ops", default="all_gather,reduce_scatter,all_reduce", show_default=True, metavar="OP[,OP...]", help="Operations."
@@ -145,7 +145,7 @@ def _usual(comm: Communicator) -> str:
     """Return the transports that are measured where none are named."""
     if comm.on_device:
         return "staged,nccl"
-    return "mpi,node" if comm.node.count == 1 else "mpi"
+    return "mpi,node,node:shared" if comm.node.count == 1 else "mpi"
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def opened(
     """
     made: dict[Variant, Communicator] = {}
     for variant in variants:
-        algorithm = "auto" if variant.native else variant.algorithm
+        algorithm = "auto" if variant.native or variant.shared else variant.algorithm
         made[variant] = calls.connect(comm.ops, variant.transport, algorithm, share_device=share)
     yield made
     for one in made.values():

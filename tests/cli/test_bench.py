@@ -108,7 +108,7 @@ def test_ranks_that_were_asked_for_other_things_are_told(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_of_a_job(ranks, tmp_path):
     out = tmp_path / "found.json"
-    more = ("--transports", "mpi,mpi:alltoall,mpi:native,node", "--json", str(out))
+    more = ("--transports", "mpi,mpi:alltoall,mpi:native,node,node:shared", "--json", str(out))
     done = mpiexec(*COLLECTIVES, *SMALL, *more, ranks=ranks, seconds=120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
@@ -123,6 +123,7 @@ def test_collectives_of_a_job(ranks, tmp_path):
         assert (op, "mpi", "native", "fp32") in kinds
         assert ((op, "mpi", "native", "bf16") in kinds) == (op == "all_gather")
     assert ("reduce_scatter", "mpi", "alltoall", "bf16") in kinds
+    assert {op for op, _, algorithm, _ in kinds if algorithm == "shared"} == {"all_gather"}
     assert all(row["vs_baseline"] == 1 for row in found["rows"] if row["algorithm"] == "native")
     assert len({row["bytes"] for row in found["rows"] if row["dtype"] == "fp32"}) == 3
     assert "reduce_scatter bf16" in done.stdout
