@@ -203,6 +203,7 @@ class NcclCommunicator(Communicator):
 
     def abort(self, message: str, code: int = 1) -> None:
         """Print the message and end every rank of the job; what is on the device ends with the processes."""
+        self._control.before_abort = self.before_abort
         self._control.abort(message, code)
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ when the process is killed. Another machine sees it once it was flushed to a fil
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import hashlib
 import mmap
@@ -51,6 +52,7 @@ from pathlib import Path
 
 __all__ = [
     "RankRecord",
+    "RecordView",
     "Snapshot",
     "State",
     "kernel_identity",
@@ -180,6 +182,11 @@ class RankRecord:
         self._words[_STILL] = round(1000 * still)
         self._words[_NODE] = round(1000 * node_still)
 
+    def fail(self) -> None:
+        """Say that this rank ends with a failure that it tells itself; for any thread, at any time."""
+        with contextlib.suppress(ValueError):  # closed
+            self._words[_STATE] = State.FAILED
+
     def close(self, state: State) -> None:
         """Leave ``state`` and give the mapping back; nothing may be noted afterwards. Again is free."""
         if not self._map.closed:
@@ -209,8 +216,31 @@ def read_record(path: Path) -> Snapshot | None:
             data = file.read(_BYTES)
     except FileNotFoundError:
         return None
-    if data is None or len(data) < _BYTES:
-        return None
+    return _snapshot(data) if data is not None and len(data) >= _BYTES else None
+
+
+class RecordView:
+    """A record of a rank on this machine, mapped before it is needed.
+
+    Raises:
+        OSError: the file is not there, or cannot be mapped.
+        ValueError: it is too short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb", buffering=0) as file:
+            self._map = mmap.mmap(file.fileno(), _BYTES, access=mmap.ACCESS_READ)
+
+    def read(self) -> Snapshot | None:
+        """Return what it says, without a system call; None where it is no whole record of this layout."""
+        return _snapshot(self._map[:])
+
+    def close(self) -> None:
+        """Give the mapping back."""
+        self._map.close()
+
+
+def _snapshot(data: bytes) -> Snapshot | None:
     magic, version, rank, size, pid, started, identity, host = _HEAD.unpack_from(data)
     state, beats, step, noted = _LIVE.unpack_from(data, _HEAD.size)
     if magic != _MAGIC or version != _VERSION or state not in list(State):

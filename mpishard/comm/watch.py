@@ -5,8 +5,9 @@ Each rank has a record (:mod:`mpishard.comm.record`) and a thread that ticks eve
 of life and looks at peers: at all ranks of the own node, and, from the first rank of a node, at the first rank of
 the next node. So the load of a file system that the nodes share grows with ranks, not with their square.
 
-- A peer on the same kernel and in the same PID namespace is looked up by pid and start time. A process that is
-  stopped or slow is still there; one that has ended, waited for or not, is gone.
+- A peer on the same kernel and in the same PID namespace has a handle (:mod:`mpishard.comm.mates`), which tells at
+  once that its process has ended; each tick looks it up by pid and start time too. A process that is stopped or slow
+  is still there; one that has ended, waited for or not, is gone, unless its record says that it has ended or failed.
 - Any other peer is known by its beats. It is *silent* when they have stood still over so many successful ticks of
   the watching rank as make up ``silence`` seconds. Ticks count, not the clock: nobody is taken for silent because
   the whole job was suspended or because the file system stood still for all.
@@ -16,7 +17,11 @@ The folder holds ``ended``, made empty at the start, because a file that is ther
 than a new one is seen to appear. Who finds a peer gone says so in it, and every rank reads it in each tick. Who
 can make the file ``found`` is the one that prints. Then each rank waits for ``GRACE`` seconds, in which a launcher
 that ends the job by itself does so with its own exit code, and leaves by ``os._exit``: the main thread may sit in
-MPI, or in a computation, and never come back. What was printed stands in ``why`` too: launchers lose output.
+MPI, or in a computation, and never come back. What was printed stands in ``why`` too: launchers lose output. A
+launcher that would end all ranks before anybody can print is kept from it for a moment (:mod:`mpishard.comm.reprieve`).
+
+A rank that ends by an error that it tells itself says in its record that it has failed, before it aborts. Whose process
+ends after that is not the cause, and is not told of while the launcher may still be ending the job.
 
 Where no rank makes progress any more (:mod:`mpishard.comm.stall`), who finds it says that instead. Each rank then
 leaves its Python stacks beside its record, and ``GRACE`` seconds later one of them tells of all.
@@ -27,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import select
 import struct
 import threading
 import time
@@ -37,7 +41,9 @@ from pathlib import Path
 from types import TracebackType
 
 from mpishard.comm.base import Communicator
+from mpishard.comm.mates import Mates, hurried, is_gone
 from mpishard.comm.record import RankRecord, State, kernel_identity, process_start, read_record, record_path
+from mpishard.comm.reprieve import Reprieve
 from mpishard.comm.stall import Stall
 from mpishard.comm.standstill import EXIT_STALLED, read_standings, report, write_stack
 from mpishard.comm.together import on_rank_zero, together
@@ -71,7 +77,7 @@ class _Peer:
     #: its process can be looked up from here
     visible: bool
     beats: int = -1
-    #: successful ticks since its beats moved
+    #: successful ticks since its beats moved; looks since its process has ended while another failure ends the job
     quiet: int = 0
 
 
@@ -111,9 +117,9 @@ class Watch:
         self._comm, self._silence = comm, silence
         self._limit, self._waits = stall, waits
         self._stall: Stall | None = None
-        self._bell = -1
         self._peers: list[_Peer] = []
         self._failed_ticks = 0
+        self._failing = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._exit: Callable[[int], object] = os._exit
@@ -136,8 +142,11 @@ class Watch:
         on_rank_zero(comm, self._clean)
         self._record = together(comm, lambda: RankRecord(self.folder, comm.rank, comm.size))
         self._find_peers()
+        seen = {peer.rank: (peer.pid, peer.started) for peer in self._peers if peer.visible}
+        self._mates = Mates(self.folder, comm.rank, seen)
         if self._peers:
-            self._heard, self._bell = os.pipe()
+            self._reprieve = Reprieve()
+            comm.before_abort = self._record.fail
             self._thread = threading.Thread(target=self._run, name="mpishard-watch", daemon=True)
             self._thread.start()
         return self
@@ -155,10 +164,11 @@ class Watch:
                 self._mourn(error)
             self._stop.set()
             if self._thread is not None:
-                os.write(self._bell, b"!")
+                self._comm.before_abort = None
+                self._mates.ring()
                 self._thread.join()
-                os.close(self._bell)
-                os.close(self._heard)
+                self._reprieve.close()
+            self._mates.close()
             with contextlib.suppress(OSError):
                 self._record.close(state)
             if state is State.FAILED:
@@ -188,7 +198,7 @@ class Watch:
             if (near or next_leader) and (other, theirs) != (pid, identity):
                 # A kernel may hide processes even so; then beats have to do.
                 peer = _Peer(rank, other, started, visible=True)
-                peer.visible = theirs == identity and not _is_gone(peer)
+                peer.visible = theirs == identity and not is_gone(other, started)
                 self._peers.append(peer)
         if self._limit:
             self._stall = Stall(
@@ -198,28 +208,23 @@ class Watch:
     # --- the thread
 
     def _run(self) -> None:
-        poll = select.poll()
-        poll.register(self._heard, select.POLLIN)
-        handles = [handle for peer in self._peers if peer.visible if (handle := _handle(peer.pid)) is not None]
-        for handle in handles:
-            poll.register(handle, select.POLLIN)
         due = time.monotonic() + TICK
         while not self._stop.is_set():
-            ended = [handle for handle, _ in poll.poll(1000 * max(0.0, due - time.monotonic()))]
-            if self._heard in ended:
+            rung, ended = self._mates.wait(due - time.monotonic())
+            if rung:
                 break
-            for handle in ended:  # a process has ended: no tick is waited for
-                poll.unregister(handle)
-            self._look_up()
+            if ended:
+                with hurried():
+                    self._look_up(ended)
             if time.monotonic() >= due:
+                self._look_up()
                 self._tick()
                 due = time.monotonic() + TICK
-        for handle in handles:
-            os.close(handle)
 
-    def _look_up(self) -> None:
+    def _look_up(self, ended: Collection[int] = ()) -> None:
+        """Find out who is gone: those whose processes are known to have ended, or all that can be seen."""
         for peer in self._peers:
-            if peer.visible and _is_gone(peer):
+            if peer.rank in ended or (not ended and peer.visible and is_gone(peer.pid, peer.started)):
                 self._lost(peer)
         self._peers = [peer for peer in self._peers if peer.rank >= 0]
 
@@ -237,16 +242,23 @@ class Watch:
 
     def _lost(self, peer: _Peer) -> None:
         """Its process has ended: in order, by an exception, or by something that left it no time."""
-        snapshot = None
-        with contextlib.suppress(OSError):
-            snapshot = read_record(record_path(self.folder, peer.rank))
-        if snapshot is None or snapshot.state is State.RUNNING:
-            self._end(peer.rank, "is gone")
-        else:
+        snapshot = self._mates.read(peer.rank)
+        if snapshot is not None and snapshot.state is not State.RUNNING:
             self._let_go(peer, snapshot.state)
+        elif self._fails() and peer.quiet * TICK < GRACE:
+            peer.quiet += 1  # whoever has failed tells why, and the launcher ends the others
+        else:
+            self._end(peer.rank, "is gone")
+
+    def _fails(self) -> bool:
+        """Return whether a rank that can be seen from here has failed and said so."""
+        found = (self._mates.read(peer.rank) for peer in self._peers if peer.visible and peer.rank >= 0)
+        self._failing = self._failing or any(each is not None and each.state is State.FAILED for each in found)
+        return self._failing
 
     def _let_go(self, peer: _Peer, state: State) -> None:
         if state is State.FAILED:
+            self._failing = True
             self._tell(_FAILED, peer.rank)  # it may not have come to that itself
         peer.rank = -1
 
@@ -284,9 +296,10 @@ class Watch:
 
     def _end(self, rank: int, what: str) -> None:
         """Print one line, unless another rank has, and end this process."""
+        text = f"mpishard: {self._describe(rank, what)}\n"
         if self._claims():
+            self._say(text)
             self._tell(_GONE, rank)
-            self._say(f"mpishard: {self._describe(rank, what)}\n")
         self._leave()
 
     def _say(self, text: str) -> None:
@@ -299,7 +312,10 @@ class Watch:
         if isinstance(error, Exception) and not isinstance(error, ConfigError | BrokenPipeError) and self._claims():
             first = (str(error).strip().splitlines() or [""])[0]
             what = f"has failed: {type(error).__name__}: {first}"
-            self._say(f"mpishard: {self._who(self._comm.rank)} {what}; all ranks end, its traceback says where\n")
+            text = f"{self._who(self._comm.rank)} {what}; all ranks end, its traceback says where"
+            if (rank := self._mates.ending()) is not None:  # MPI may see it before the process has quite ended
+                text = self._describe(rank, "is gone")
+            self._say(f"mpishard: {text}\n")
 
     def _leave(self, code: int = EXIT_PEER_GONE, seconds: float | None = None) -> None:
         time.sleep(GRACE if seconds is None else seconds)
@@ -349,28 +365,12 @@ class Watch:
                 file.write(_ENDED.pack(kind, rank))
 
     def _who(self, rank: int) -> str:
-        snapshot = None
-        with contextlib.suppress(OSError):
-            snapshot = read_record(record_path(self.folder, rank))
+        snapshot = self._mates.read(rank)
         return f"rank {rank}" + (f" (host {snapshot.host}, pid {snapshot.pid}, {snapshot})" if snapshot else "")
 
     def _describe(self, rank: int, what: str) -> str:
+        places = self._mates.places(rank)
         return (
             f"{self._who(rank)} {what}; the other ranks end with exit code {EXIT_PEER_GONE}; look for the cause "
-            "where it ran (memory, a signal, a traceback), then resume from the last checkpoint"
+            f"where it ran (memory, a signal, a traceback), then resume from the last checkpoint{places}"
         )
-
-
-def _handle(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when a process has ended; None where the kernel has none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
-def _is_gone(peer: _Peer) -> bool:
-    try:
-        return process_start(peer.pid) != peer.started
-    except OSError:
-        return False

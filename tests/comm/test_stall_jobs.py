@@ -109,3 +109,6 @@ def test_a_run_of_the_program_whose_rank_is_stopped_or_killed_ends(fate: signal.
     if fate == signal.SIGSTOP:
         place = r"rank 2 is late: in step \d+, in \w+(\([\w., ]+\))?, for \d+ s; its process is stopped"
         assert re.search(place, printed), printed
+    else:
+        place = rf"rank 2 \(host \S+, pid {victim.pid}, in step \d+, last operation \w+(\([\w., ]+\))?\) is gone; "
+        assert re.search(place, printed), printed

@@ -163,7 +163,7 @@ def test_a_peer_that_is_gone_is_named_once(lone: Lone, tmp_path: Path, capfd: py
     assert capfd.readouterr().err == (
         f"mpishard: rank 1 (host {os.uname().nodename}, pid {os.getpid()}, in step 4, last operation Gather(h.1)) is "
         "gone; the other ranks end with exit code 3; look for the cause where it ran (memory, a signal, a traceback), "
-        "then resume from the last checkpoint\n"
+        "then resume from the last checkpoint; rank 0 was before the first step, no operation noted\n"
     )
 
 

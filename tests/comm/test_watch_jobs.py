@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from mpishard.comm import world
 from mpishard.comm.launch import install_abort_hook
 from mpishard.comm.watch import Watch
 
-folder, fails = Path(sys.argv[1]), sys.argv[2:] == ["raise"]
+folder, fails = Path(sys.argv[1]), sys.argv[2:]
 comm = world(NumpyOps(), "mpi")
 install_abort_hook(comm)
 with Watch(comm, folder, silence=0) as watch:
@@ -44,7 +45,9 @@ with Watch(comm, folder, silence=0) as watch:
         watch.note(b"exchange")
         enough = comm.exchange(bytes([(folder / "enough").exists()]))[0] == b"\\1"
         if fails and step == 5 and comm.rank == 1:
-            raise ValueError("broken")
+            if fails == ["abort"]:
+                comm.abort("mpishard: enough of it", 2)
+            raise KeyboardInterrupt if fails == ["interrupt"] else ValueError("broken")
         step += 1
         time.sleep(0.01)
 comm.close()
@@ -100,6 +103,10 @@ def test_a_killed_rank_ends_the_job(tmp_path: Path) -> None:
         os.kill(victim.pid, signal.SIGKILL)
         printed, seconds = end_of(started, 20)
     assert started.returncode != 0, printed
+    named = rf"mpishard: rank 1 \(host \S+, pid {victim.pid}, in step \d+, last operation exchange\) is gone; .*"
+    others = r"; rank [02] was in step \d+, last operation exchange" * 2
+    assert len(re.findall(named + others, printed)) == 1, printed
+    assert printed.count("is gone") == 1, printed
     assert seconds < 10
     left = look(tmp_path, 1)
     assert left is not None
@@ -156,6 +163,18 @@ def test_an_exception_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     # MPICH's launcher may report the SIGKILL by which it ends the other ranks instead of the code of the abort.
     assert started.returncode in (1, 9), printed
     assert printed.count("[rank 1] ValueError: broken") == 1, printed
+    left = look(tmp_path, 1)
+    assert left is not None
+    assert (left.state, left.step) == (State.FAILED, 5)
+
+
+@pytest.mark.parametrize("how", ["abort", "interrupt"])
+def test_a_rank_that_tells_its_end_is_not_gone(how: str, tmp_path: Path) -> None:
+    with job(tmp_path, how) as started:
+        printed, _ = end_of(started, 30)
+    assert started.returncode != 0
+    assert ("mpishard: enough of it" if how == "abort" else "KeyboardInterrupt") in printed
+    assert "is gone" not in printed
     left = look(tmp_path, 1)
     assert left is not None
     assert (left.state, left.step) == (State.FAILED, 5)
