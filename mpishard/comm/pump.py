@@ -33,9 +33,10 @@ Post = Callable[[], list[MPI.Request]]
 
 #: Seconds between tests while nobody stands still: first, after something was posted or has arrived, and at most;
 #: each pause is _GROWTH times the one before. Ranks that begin a transfer answer each other in short turns; then
-#: what lies in the sockets' buffers keeps a network busy. A test costs the computation some 20 us of its core, nearly
-#: all for waking up, which is a tenth of a core at 0.2 ms throughout.
-_IDLE, _IDLE_MOST, _GROWTH = 2e-4, 1e-3, 1.5
+#: what lies in the sockets' buffers keeps a network busy. A test costs the computation 20 to 30 us of its core, nearly
+#: all for waking up: at 0.2 ms throughout a tenth of a core, at 1 ms 3 % of it, which was half of what it then cost to
+#: communicate over a link of 175 Mbit/s.
+_IDLE, _IDLE_MOST, _GROWTH = 2e-4, 3e-3, 1.5
 #: While somebody stands still: tests in a row, then seconds between tests, which grow up to _IDLE.
 _SPINS = 100
 _EAGER = 2e-5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,9 @@ OF_CEILING = 0.95
 
 
 def bar(row: dict[str, Any], blocks: int) -> float:
-    """Return the share that is to be hidden at least; 0 without prefetch, which overlaps nothing."""
+    """Return the share that is to be hidden at least; none without prefetch, which overlaps nothing."""
     if not row["prefetch"]:
-        return 0.0
+        return -math.inf
     many = blocks >= BLOCKS and row["root"] < ROOT
     return TARGET if many else OF_CEILING * float(row["ceiling"])
 
