@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
 import struct
@@ -34,11 +35,13 @@ import numpy as np
 from mpishard.array.dtypes import Array, DType, address
 from mpishard.errors import ConfigError
 
-__all__ = ["PLACE_BYTES", "Place", "SharedMemory"]
+__all__ = ["PLACE_BYTES", "Place", "SharedMemory", "gives_large_pages"]
 
 #: bytes of a segment that small arrays share, and of the largest of them
 _SLAB, _SMALL = 1 << 20, 1 << 16
 _ALIGNMENT = 64
+#: bytes of the largest page that is tried for
+_TRIED = 1 << 25
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 14, 23, 25
 _NO_ACCESS, _READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x1, 0x2, 0x10, 0x20, 0x4000
@@ -82,6 +85,26 @@ def _large_page() -> int:
         return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
     except (OSError, ValueError):
         return 0
+
+
+def gives_large_pages() -> bool | None:
+    """Return whether the kernel makes pages of shared memory large for us, by trying; None where that cannot be."""
+    page = _large_page()
+    if not 0 < page <= _TRIED:
+        return None
+    memory = SharedMemory()
+    try:
+        array = memory.allocate(2 * page, np.dtype(np.uint8))
+        return any("ShmemPmdMapped" in line and line.split()[1] != "0" for line in _mapping(address(array)))
+    except (MemoryError, OSError):
+        return None
+
+
+def _mapping(at: int) -> list[str]:
+    """Return what the kernel says of the mapping that begins at an address, line by line."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"{at:08x}-"))
+    return list(itertools.takewhile(lambda line: line.split()[0].endswith(":"), lines[first + 1 :]))
 
 
 class _Segment:

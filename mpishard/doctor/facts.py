@@ -13,6 +13,7 @@ from typing import Any
 
 from mpishard.comm.base import Communicator
 from mpishard.comm.diagnose import gpus
+from mpishard.comm.shared import gives_large_pages
 from mpishard.launched import environment_local_rank, environment_rank, environment_size, in_step
 from mpishard.train.room import room, thread_warning
 
@@ -91,6 +92,7 @@ def of_rank(comm: Communicator, mpi: Facts) -> Facts:
         "limits": {name: _limit(which) for name, which in _limits().items()},
         "memory": room(),
         "shared_memory": _free(_SHARED),
+        "large_pages": gives_large_pages(),
         "infiniband": bool(glob("/sys/class/infiniband/*")),
         "gpus": gpus(),
     }

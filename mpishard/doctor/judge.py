@@ -8,7 +8,7 @@ from itertools import combinations
 from mpishard.doctor.facts import Facts
 from mpishard.doctor.findings import Finding, note, problem
 
-__all__ = ["judge_clocks", "judge_gpus", "judge_machine", "judge_mpi", "own_gpu"]
+__all__ = ["judge_clocks", "judge_gpus", "judge_machine", "judge_mpi", "judge_settings", "own_gpu"]
 
 _LEVELS = ("single", "funneled", "serialized", "multiple")
 _SHARED_NEED = 16 << 20  # bytes of /dev/shm that an MPI takes for a rank
@@ -65,6 +65,28 @@ def judge_mpi(ranks: Sequence[Facts]) -> Iterator[Finding]:
         )
 
 
+def judge_settings(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Judge settings of Open MPI by which less communication is hidden behind computation."""
+    first = ranks[0]
+    if len(ranks) == 1 or not first["mpi"].get("library", "").startswith("Open MPI"):
+        return
+    settings = first["launcher"]["settings"]
+    crowded = any(len(local) > local[0]["cpus"] for local in _nodes(ranks).values())
+    if settings.get("OMPI_MCA_mpi_yield_when_idle", "0") not in ("0", "false") and not crowded:
+        yield note(
+            "yields",
+            "OMPI_MCA_mpi_yield_when_idle is set and each rank has a core, which costs about a third of the overlap; "
+            "leave it out",
+        )
+    hosts = {one["host"] for one in ranks}
+    if len(hosts) > 1 and not any(one["infiniband"] for one in ranks) and "OMPI_MCA_btl_tcp_links" not in settings:
+        yield note(
+            "tcp-links",
+            "Open MPI has one TCP connection between two ranks, in which gathers wait for reductions; over TCP "
+            "OMPI_MCA_btl_tcp_links=2 has hidden 81 % where one hid 48 %",
+        )
+
+
 def _nodes(ranks: Sequence[Facts]) -> dict[int, list[Facts]]:
     found: dict[int, list[Facts]] = {}
     for one in ranks:
@@ -101,6 +123,12 @@ def judge_machine(ranks: Sequence[Facts]) -> Iterator[Finding]:
                 tuple(numbers),
             )
         yield from _limits(local, host)
+        if len(local) > 1 and local[0]["large_pages"] is False and not local[0]["gpus"]["visible"]:
+            yield note(
+                "small-pages",
+                f"shared memory of {host} has small pages, so transport node copies it a quarter slower; Linux 6.1 "
+                "makes them large, and before it 'advise' in /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            )
 
 
 def _limits(local: Sequence[Facts], host: str) -> Iterator[Finding]:

@@ -141,6 +141,7 @@ def examine(asked: Asked, met: Meeting, make_ops: Callable[[int | None], Ops]) -
     if met.problem:
         add([problem(met.name, met.problem)])
     add(judge.judge_mpi(report.ranks))
+    add(judge.judge_settings(report.ranks))
     add(judge.judge_gpus(report.ranks, asked.device))
     add(judge.judge_machine(report.ranks))
     bad = False

@@ -90,3 +90,20 @@ def test_another_collective_is_told() -> None:
     told = r"rank 1 starts reduce-scatter number 1, rank 0 starts all-gather number 0; every rank must start the same"
     with pytest.raises(CommError, match=told):
         one.started(1, 0)
+
+
+def test_releases_are_counted() -> None:
+    one, other = boards(2)
+    assert one.all_released(0, wait=False)
+    one.release()
+    one.release()
+    other.release()
+    assert (one.releases, other.releases) == (2, 1)
+    assert other.all_released(1, wait=False)
+    assert not other.all_released(2, wait=False)
+    thread, returned = later(one.all_released, 2)
+    time.sleep(0.05)
+    assert not returned
+    other.release()
+    thread.join(5)
+    assert returned

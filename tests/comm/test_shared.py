@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpishard.array.dtypes import DTYPES, address
+from mpishard.comm import shared
 from mpishard.comm.shared import PLACE_BYTES, Place, SharedMemory
 from mpishard.errors import ConfigError
 
@@ -100,3 +101,45 @@ def test_memory_that_cannot_be_mapped() -> None:
     with pytest.raises(ConfigError, match=r"memory of process 4194305 .* cannot be mapped .*transport mpi") as caught:
         SharedMemory().at(place, 1, F4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+@pytest.mark.parametrize("pages", [1, 3])
+def test_memory_of_about_a_large_page(pages: int, beside: int) -> None:
+    """Begins at a multiple of it, so that the kernel can map it as one, and is whole and zero."""
+    page = shared._large_page() or 1 << 21
+    memory = SharedMemory()
+    array = memory.allocate(pages * page + beside, DTYPES["uint8"])
+    assert array.size == pages * page + beside
+    assert not array.any()
+    array[:] = 7
+    if beside >= 0 or pages > 1:
+        assert address(array) % page == 0
+    place = memory.place(array)
+    assert place is not None
+    again = SharedMemory().at(place, array.size, DTYPES["uint8"])
+    assert (again == 7).all()
+
+
+def test_pages_that_several_take() -> None:
+    memory = SharedMemory()
+    array = memory.common((5 << 21) + 4097)
+    for part in range(3):
+        memory.take(array, part, 3)
+    assert not array.any()
+
+
+def test_a_kernel_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "_large_page", lambda: 0)
+    assert shared.gives_large_pages() is None
+    array = SharedMemory().allocate(1 << 20, F4)
+    array[:] = 3
+    assert (array == 3).all()
+
+
+def test_a_kernel_that_makes_no_pages_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    if shared.gives_large_pages() is None:
+        pytest.skip("there are no large pages here, or larger ones than are tried")
+    monkeypatch.setattr(shared._Segment, "take", lambda *arguments: None)
+    monkeypatch.setattr(shared, "_MADV_HUGEPAGE", 15)  # asks for small ones
+    assert shared.gives_large_pages() is False

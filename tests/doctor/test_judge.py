@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpishard.doctor.findings import Finding
-from mpishard.doctor.judge import judge_clocks, judge_gpus, judge_machine, judge_mpi
+from mpishard.doctor.judge import judge_clocks, judge_gpus, judge_machine, judge_mpi, judge_settings
 from mpishard.doctor.measure import Peers, Progress, hidden_share, pairs
 from mpishard.doctor.measured import judge_peers, judge_progress, judge_trial
 from mpishard.doctor.tables import binary, core_ranges
@@ -40,12 +40,13 @@ def facts(*changes: dict[str, Any], ranks: int = 2) -> list[dict[str, Any]]:
             "local_rank": rank,
             "local_size": ranks,
             "mpi": MPI,
-            "launcher": {"size": ranks},
+            "launcher": {"size": ranks, "settings": {}},
             "cores": list(range(8)),
             "cpus": 8,
             "thread_warning": "",
             "limits": {"address_space": None, "locked": None, "files": 1024, "stack": None},
             "shared_memory": {"total": 8 << 30, "free": 4 << 30},
+            "large_pages": True,
             "infiniband": False,
             "gpus": NO_GPU,
         }
@@ -160,6 +161,23 @@ def test_shared_memory() -> None:
     assert found.text == "/dev/shm of n1 has 4 MiB left and 2 ranks want 32 MiB"
     assert "is not there" in all_of(facts({"shared_memory": None}))[0].text
     assert all_of(facts({"shared_memory": None}, ranks=1)) == []
+
+
+def test_small_pages() -> None:
+    (found,) = all_of(facts({"large_pages": False}))
+    assert found.name == "small-pages"
+    assert found.text.startswith("shared memory of n1 has small pages")
+    assert all_of(facts({"large_pages": None})) == all_of(facts({"large_pages": False}, ranks=1)) == []
+
+
+def test_settings_of_open_mpi() -> None:
+    other = {"mpi": MPI | {"library": "Open MPI 5.0.11"}}
+    yields = {"launcher": {"size": 2, "settings": {"OMPI_MCA_mpi_yield_when_idle": "1"}}}
+    assert names(list(judge_settings(facts(other | yields, other)))) == ["yields"]
+    assert list(judge_settings(facts(other | yields | {"cpus": 1}, other))) == []
+    assert list(judge_settings(facts(yields))) == []
+    assert names(list(judge_settings(facts(other, other | {"host": "n2", "node": 1})))) == ["tcp-links"]
+    assert list(judge_settings(facts(other | {"infiniband": True}, other | {"host": "n2", "node": 1}))) == []
 
 
 def test_clocks() -> None:
