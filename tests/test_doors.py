@@ -22,6 +22,7 @@ BELOW_TRAIN = {"checkpoint", "data", "optim", "shard", "models", *BELOW_SHARD}
 DOORS: dict[str, set[str]] = {
     "errors": set(),
     "launched": set(),
+    "pictures": {"errors"},
     "array": {"errors"},
     "nn": {"array", "errors"},
     "comm": {"array", "errors", "launched"},
@@ -30,13 +31,13 @@ DOORS: dict[str, set[str]] = {
     "checkpoint": {"shard", *BELOW_SHARD},
     "data": {"shard", *BELOW_SHARD},
     "optim": {"shard", *BELOW_SHARD},
-    "plan": BELOW_TRAIN,
-    "bench": {"train", *BELOW_TRAIN},
+    "plan": {"pictures", *BELOW_TRAIN},
+    "bench": {"pictures", "train", *BELOW_TRAIN},
     "doctor": {"train", *BELOW_TRAIN},
-    "timeline": BELOW_TRAIN,
+    "timeline": {"pictures", *BELOW_TRAIN},
     "testing": {"models", "optim", "shard", *BELOW_SHARD},
     "train": BELOW_TRAIN,
-    "cli": {"train", "bench", "doctor", "plan", "timeline", *BELOW_TRAIN},
+    "cli": {"pictures", "train", "bench", "doctor", "plan", "timeline", *BELOW_TRAIN},
     "__main__": {"cli"},
 }
 #: Packages that only these rooms may open.

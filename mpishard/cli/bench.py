@@ -78,7 +78,7 @@ def collectives(
     from mpishard.bench.variants import DTYPE_NAMES, asked, listed, parse_baseline
 
     if plot is not None:
-        from mpishard.plan.picture import check_picture
+        from mpishard.pictures import check_picture
 
         check_picture(plot)
     if not 0.001 <= seconds <= 3600:

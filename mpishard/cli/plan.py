@@ -73,7 +73,7 @@ def plan(
     from mpishard.launched import environment_rank, environment_size
 
     if plot is not None:
-        from mpishard.plan.picture import check_picture
+        from mpishard.pictures import check_picture
 
         check_picture(plot)
     asked = Asked(params, ranks, strategy, device, device_memory, ranks_per_node)

@@ -28,8 +28,9 @@ def timeline(run: Path, step: int | None, plot: Path | None, perfetto: Path | No
     planned beside what each rank did.
     """
     from mpishard.launched import environment_rank
+    from mpishard.pictures import check_picture
     from mpishard.timeline.perfetto import write_trace
-    from mpishard.timeline.picture import check_picture, draw
+    from mpishard.timeline.picture import draw
     from mpishard.timeline.reading import read_run
     from mpishard.timeline.summary import lines, summarise
 

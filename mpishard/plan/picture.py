@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mpishard.errors import ConfigError
+from mpishard.pictures import figure, save
 from mpishard.plan.report import Plan
 
-__all__ = ["COLOURS", "SUFFIXES", "check_picture", "draw"]
+__all__ = ["COLOURS", "draw"]
 
-#: what a picture can be written as, by the end of the file's name
-SUFFIXES = (".png", ".svg", ".pdf")
 #: of the palette of Okabe and Ito (2008), which colour-blind readers can tell apart, and its paler tones
 COLOURS = {
     "parameters": "#0072b2",
@@ -28,35 +24,17 @@ COLOURS = {
 }
 
 
-def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn, before there is one.
-
-    Raises:
-        ConfigError: the name's end is none of ``SUFFIXES``, there is no such folder, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot is {path}; its name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: cannot be written, there is no folder {path.parent}; choose another with --plot")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'mpishard[plot]'")
-
-
 def draw(plan: Plan, path: Path) -> None:
     """Write the picture.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    # No pyplot: it chooses a window system and keeps every figure.
-    figure = import_module("matplotlib.figure").Figure(figsize=(12.0, 5.0), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    drawn = figure(12.0, 5.0)
+    left, right = drawn.subplots(1, 2)
     _bars(left, plan)
     _curves(right, plan)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another with --plot") from None
+    save(drawn, path)
 
 
 def _bars(axes: Any, plan: Plan) -> None:

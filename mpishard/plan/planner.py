@@ -253,15 +253,16 @@ class Planner:
 
         job, slack = self.job, _PADDING * len(self.job.model.units)
         share = job.shares_gathered and not job.gpu and job.transport in ("auto", "node", "hierarchical")
-        found = least_ranks(
-            parts, lambda ranks: parts(ranks, 1), memory, slack, MOST_RANKS, inside=job.node if share else 1
-        )
+        inside = job.node if share else 1
+        found = least_ranks(parts, lambda ranks: parts(ranks, 1), memory, slack, MOST_RANKS, inside=inside)
         if found is not None:
             return found, ""
-        held = self.rank(strategy, 2)
+        many = max(2, inside + 1)
+        held = self.rank(strategy, many)
         name = max((each for each in CATEGORIES if each not in STATE), key=lambda each: held[each])
+        rest = held["peak"] - parts(many)[0]
         return None, (
-            f"{readable(held['peak'] - parts(2)[0])} of a rank do not shrink when there are more; the largest part is "
+            f"{readable(rest)} of a rank do not shrink when there are more; the largest part is "
             f"{name}, {readable(held[name])}: {self._remedy(name)}"
         )
 

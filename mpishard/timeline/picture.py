@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mpishard.errors import ConfigError
+from mpishard.pictures import figure, save
 from mpishard.timeline.perfetto import lanes
 from mpishard.timeline.reading import RankTrace
 from mpishard.timeline.spans import Span, communications, measured, planned, unit_of
 from mpishard.timeline.summary import late_rank, summarise
 
-__all__ = ["COLOURS", "MOST_RANKS", "SUFFIXES", "check_picture", "draw"]
+__all__ = ["COLOURS", "MOST_RANKS", "draw"]
 
-#: what a picture can be written as, by the end of the file's name
-SUFFIXES = (".png", ".svg", ".pdf")
 #: ranks that a picture shows; the late one is among them
 MOST_RANKS = 16
 #: of the palette of Okabe and Ito (2008), which colour-blind readers can tell apart; waits are red
@@ -38,20 +35,6 @@ _NAMED = 40
 _ROW = 0.26
 
 
-def check_picture(path: Path) -> None:
-    """Check that a picture can be drawn, before anything is read.
-
-    Raises:
-        ConfigError: the name's end is none of ``SUFFIXES``, there is no such folder, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot is {path}; its name must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: cannot be written, there is no folder {path.parent}; choose another with --plot")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed; pip install 'mpishard[plot]'")
-
-
 def draw(traces: Sequence[RankTrace], position: int, path: Path) -> None:
     """Write the picture of one step.
 
@@ -67,10 +50,9 @@ def draw(traces: Sequence[RankTrace], position: int, path: Path) -> None:
         shown[-1] = traces[late.rank]
     zero = min(trace.steps[position].came for trace in traces)
     end = max(trace.steps[position].times[-1] for trace in traces)
-    # No pyplot: it chooses a window system and keeps every figure.
     size = (14.0, 1.8 + 0.9 * len(shown))
-    figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
+    drawn = figure(*size)
+    axes = drawn.subplots()
     in_order, beside = planned(traces, position)
     for row, trace in enumerate(shown):
         step = trace.steps[position]
@@ -96,10 +78,7 @@ def draw(traces: Sequence[RankTrace], position: int, path: Path) -> None:
     used = {_colour(span.name) for span in in_order} | {"planned", "in flight", "waiting"}
     legend = [patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
     axes.legend(handles=legend, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another with --plot") from None
+    save(drawn, path, 130)
 
 
 def _colour(name: str) -> str:

@@ -48,7 +48,7 @@ def test_a_picture_that_cannot_be_written(call, tmp_path, monkeypatch):
     code, out, err = call(*SMALL, "--plot", tmp_path / "nowhere" / "plan.png")
     assert (code, out) == (2, "")
     assert "choose another with --plot" in err
-    monkeypatch.setattr("mpishard.plan.picture.find_spec", lambda name: None)
+    monkeypatch.setattr("mpishard.pictures.find_spec", lambda name: None)
     code, out, err = call(*SMALL, "--plot", tmp_path / "plan.png")
     assert (code, out) == (2, "")
     assert err == "mpishard: --plot needs matplotlib, which is not installed; pip install 'mpishard[plot]'\n"

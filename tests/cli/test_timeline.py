@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-import mpishard.timeline.picture
+import mpishard.pictures
 from mpishard.cli import main
 from tests.timeline.made import write
 
@@ -70,7 +70,7 @@ def test_what_is_wrong_is_one_line(call, run, tmp_path, monkeypatch):
         assert (code, err.count("\n")) == (2, 1), err
         assert err.startswith("mpishard: ")
         assert message in err
-    monkeypatch.setattr(mpishard.timeline.picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(mpishard.pictures, "find_spec", lambda name: None)
     code, _, err = call(run, "--plot", tmp_path / "x.png")
     assert (code, err) == (
         2, "mpishard: --plot needs matplotlib, which is not installed; pip install 'mpishard[plot]'\n",

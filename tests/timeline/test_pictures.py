@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mpishard import pictures
 from mpishard.errors import ConfigError
 from mpishard.timeline import picture
 from mpishard.timeline.perfetto import events, lanes, write_trace
-from mpishard.timeline.picture import check_picture, draw
+from mpishard.timeline.picture import draw
 from mpishard.timeline.reading import read_run
 from mpishard.timeline.spans import Span
 from tests.timeline.made import record, write
@@ -63,7 +64,7 @@ def test_the_trace_file_is_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_a_picture_is_drawn(suffix: str, begin: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"picture{suffix}"
-    check_picture(path)
+    pictures.check_picture(path)
     draw(read_run(write(tmp_path / "run")), 1, path)
     assert path.read_bytes().startswith(begin)
 
@@ -86,9 +87,9 @@ def test_a_run_of_one_rank_can_be_drawn(tmp_path: Path) -> None:
 
 def test_what_cannot_be_drawn_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"its name must end in \.png, \.svg or \.pdf"):
-        check_picture(tmp_path / "x.gif")
+        pictures.check_picture(tmp_path / "x.gif")
     with pytest.raises(ConfigError, match="there is no folder"):
-        check_picture(tmp_path / "no" / "x.png")
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+        pictures.check_picture(tmp_path / "no" / "x.png")
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="--plot needs matplotlib"):
-        check_picture(tmp_path / "x.png")
+        pictures.check_picture(tmp_path / "x.png")
