@@ -11,7 +11,14 @@ import contextlib
 import os
 import subprocess
 
-__all__ = ["abort_before_mpi", "environment_local_rank", "environment_rank", "environment_size", "in_step"]
+__all__ = [
+    "abort_before_mpi",
+    "abort_stopped",
+    "environment_local_rank",
+    "environment_rank",
+    "environment_size",
+    "in_step",
+]
 
 #: Local ranks of Open MPI's mpiexec; of those that speak PMI: MPICH's, Cray's, MVAPICH2's.
 _OMPI, _PMI = "OMPI_COMM_WORLD_LOCAL_RANK", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
@@ -83,6 +90,20 @@ def abort_before_mpi(code: int) -> None:
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
         with contextlib.suppress(OSError):
             subprocess.run(["scancel", "--signal=KILL", step], check=False, capture_output=True)
-    elif (descriptor := os.environ.get("PMI_FD", "")).isdecimal():
+    else:
+        _abort_by_pmi("cmd=init pmi_version=1 pmi_subversion=1\n", code)
+
+
+def abort_stopped(code: int) -> None:
+    """Ask MPICH's launcher to end all ranks, from a thread of one whose MPI cannot be called; others are not asked.
+
+    It ends a rank that is stopped on another host only when it is asked. Returns where it does not end this process.
+    """
+    if not in_step():
+        _abort_by_pmi("", code)
+
+
+def _abort_by_pmi(before: str, code: int) -> None:
+    if (descriptor := os.environ.get("PMI_FD", "")).isdecimal():
         with contextlib.suppress(OSError):  # the launcher may be gone, and so will be the others
-            os.write(int(descriptor), f"cmd=init pmi_version=1 pmi_subversion=1\ncmd=abort exitcode={code}\n".encode())
+            os.write(int(descriptor), f"{before}cmd=abort exitcode={code}\n".encode())

@@ -241,12 +241,22 @@ def step(
     named = asked(transports if transports is not None else "mpi", usual=("auto",))
     if native := next((variant for variant in named if variant.native), None):
         raise ConfigError(f"--transports: {native.name} claims no bits and trains nothing; leave it out")
+    if shared := next((variant for variant in named if variant.shared), None):
+        raise ConfigError(f"--transports: {shared.name} is an all-gather, which training over node has; name node")
+    if ring := next((variant for variant in named if not variant.ordered), None):
+        raise ConfigError(f"--transports: {ring.name} adds up in an order of its own, so bits differ; leave it out")
     config = load(config_file, preset, [*overrides, *([f"device.kind={device}"] if device else [])])
+    for key, value in (("transport", config.comm.transport), ("algorithm", config.comm.algorithm)):
+        if value != "auto":
+            raise ConfigError(f"comm.{key} is {value}, and bench step has --transports for it; leave it at auto")
+    for name in dict.fromkeys(variant.transport for variant in named):  # each is a training of its own
+        load(config_file, preset, [*overrides, f"comm.transport={name}"])
     several("bench step")
     lines = [*settings_text(config), f"--steps = {steps}", f"--transports = {transports}"]
     share = share_device or config.device.share
     with _job(config.device.kind, share, lines, json_file, tf32=config.precision.tf32) as (comm, calls):
-        variants = named if transports is not None else asked(_usual(comm), usual=("auto",))
+        usual = [variant for variant in asked(_usual(comm), usual=("auto",)) if not variant.shared]
+        variants = named if transports is not None else usual
         return _steps(comm, calls, config, variants, steps, json_file, share)
 
 

@@ -141,6 +141,11 @@ def planned(
             f"comm.transport is local, which is one rank alone, and --ranks is {asked.ranks}; leave it at auto, or "
             "plan --ranks 1"
         )
+    if config.comm.transport == "node" and max(counts) > asked.ranks_per_node:
+        raise ConfigError(
+            f"comm.transport is node, which is one host, and --ranks is {asked.ranks} on nodes of "
+            f"{asked.ranks_per_node}; leave it at auto, or say --ranks-per-node"
+        )
     # Without a batch of its own a number of parameters is planned with one micro-batch a rank.
     batch = 0 if alone else config.train.global_batch
     job = Job(

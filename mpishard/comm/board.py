@@ -88,10 +88,18 @@ class Board:
 
         Args:
             what: names it, not 0; alike on all ranks.
+
+        Raises:
+            CommError: this rank has not waited for the one that was started so many before that there is no place.
         """
         number, own = self._begun, self._words[self._rank]
         place = number % _PLACES
         if number >= _PLACES:  # the place's last collective is over on every rank
+            if own[_DONE + place] <= number - _PLACES:
+                raise CommError(
+                    f"{_PLACES} collectives are in flight and another one is started; wait for some before, or set "
+                    "shard.prefetch lower"
+                )
             for rank in range(len(self._words)):
                 self._reach(rank, _DONE + place, number - _PLACES + 1)
         own[_WHAT + place] = what

@@ -196,23 +196,30 @@ def _several(comm: object) -> bool:
     return isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL and comm.Get_size() > 1
 
 
+#: that the end of the process closes, and the last one that was closed before
+_open: list[Communicator] = []
+
+
 def leave_together(comm: Communicator) -> None:
     """Make the end of this process, in order or not, a meeting of all ranks that have not closed ``comm`` before.
 
     A rank that ends while others go on would leave them waiting for ever; so they are told.
     """
+    if comm.transport in ("node", "mpi", "hierarchical", "staged", "nccl"):
+        if not _open:
+            atexit.register(_meet)  # before mpi4py finalises MPI, which is later than any such function
+        _open[:] = [*(one for one in _open if not one.closed), comm]
 
-    def meet() -> None:
-        from mpi4py import MPI
 
+def _meet() -> None:
+    from mpi4py import MPI
+
+    for comm in reversed(_open):
         if not (comm.closed or MPI.Is_finalized()):
             try:
                 comm.meet("the end of the program")
             except CommError as error:
                 print(f"mpishard: {error}", file=sys.stderr, flush=True)
-
-    if comm.transport in ("node", "mpi", "hierarchical", "staged", "nccl"):
-        atexit.register(meet)  # before mpi4py finalises MPI, which is later than any such function
 
 
 def abort_world(message: str, code: int) -> None:

@@ -20,7 +20,7 @@ from mpishard.launched import in_step
 __all__ = ["SECONDS", "Reprieve"]
 
 #: for which a launcher does not see that a rank has died
-SECONDS = 0.3
+SECONDS = 1
 
 
 class Reprieve:
@@ -33,11 +33,11 @@ class Reprieve:
         self._holder: subprocess.Popen[bytes] | None = None
         number = os.environ.get("PMI_FD", "")
         if number.isdecimal() and not in_step():
-            with contextlib.suppress(OSError):  # no such descriptor, or no room for a process: as it is without
+            # Where there is no such descriptor, or no room for a process, it is as without.
+            with contextlib.suppress(OSError, ValueError, OverflowError):
                 os.fstat(int(number))
                 self._holder = subprocess.Popen(
-                    # not every system's sleep takes a fraction
-                    ["/bin/sh", "-c", f"read line; sleep {SECONDS} 2>/dev/null || sleep 1"],
+                    ["/bin/sh", "-c", f"read line; sleep {SECONDS}"],
                     stdin=subprocess.PIPE,
                     pass_fds=[int(number)],
                     start_new_session=True,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import itertools
 import math
@@ -219,7 +220,8 @@ class SharedMemory:
                 os.close(descriptor)
                 raise
         except OSError as error:
-            raise MemoryError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+            more = "; raise ulimit -n" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+            raise MemoryError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}{more}") from error
         self._taken += 1
         self._own[self._taken] = segment
         return segment

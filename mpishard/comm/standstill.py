@@ -47,6 +47,11 @@ class Standing:
         return self.snapshot.noted if self.snapshot is not None else 0
 
     @property
+    def time(self) -> str:
+        """How long it has been there: ``for 7 s``; one that cannot say was not looked at from the beginning."""
+        return f"for {'at least ' if self.stopped or not self.stack else ''}{self.seconds:.0f} s"
+
+    @property
     def place(self) -> str:
         """Step and operation: ``in step 4, in Await(h.1)``."""
         if self.snapshot is None:
@@ -125,7 +130,7 @@ def report(standings: Sequence[Standing], stall: float, folder: Path) -> list[st
     if ranks:
         one = standings[ranks[0]]
         others = f" (so are {len(ranks) - 1} more)" if len(ranks) > 1 else ""
-        cause = f"rank {one.rank} is late{others}: {one.place}, for {one.seconds:.0f} s; {why}"
+        cause = f"rank {one.rank} is late{others}: {one.place}, {one.time}; {why}"
         look = f"look at rank {one.rank} first"
     else:
         cause = f"all ranks are {standings[0].place}: what they wait for does not come"
@@ -136,7 +141,7 @@ def report(standings: Sequence[Standing], stall: float, folder: Path) -> list[st
         known = each.snapshot
         where = f" (host {known.host}, pid {known.pid})" if known is not None else ""
         state = "stopped " if each.stopped else ""
-        lines.append(f"  rank {each.rank}{where}: {state}{each.place}, for {each.seconds:.0f} s")
+        lines.append(f"  rank {each.rank}{where}: {state}{each.place}, {each.time}")
         if known is not None and len(known.operations) > 1:
             lines.append(f"    before it: {' '.join(name for _, name in known.operations[:-1])}")
         lines.append(f"    stack: {each.stack or 'it does not answer'}")

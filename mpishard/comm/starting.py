@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 __all__ = ["load_mpi", "meeting"]
@@ -36,11 +36,12 @@ def meeting(several: bool) -> Iterator[None]:
     if not several or "mpi4py.MPI" in sys.modules:
         yield
         return
-    faulthandler.dump_traceback_later(_MEETING, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    with open(os.devnull, "w") if sys.stderr is None else nullcontext(sys.stderr) as told:
+        faulthandler.dump_traceback_later(_MEETING, exit=True, file=told)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def load_mpi(between: Callable[[], None] | None = None) -> Any:

@@ -48,6 +48,7 @@ from mpishard.comm.stall import Stall
 from mpishard.comm.standstill import EXIT_STALLED, read_standings, report, write_stack
 from mpishard.comm.together import on_rank_zero, together
 from mpishard.errors import ConfigError
+from mpishard.launched import abort_stopped
 
 __all__ = ["EXIT_PEER_GONE", "EXIT_STALLED", "GRACE", "TICK", "Watch"]
 
@@ -319,6 +320,7 @@ class Watch:
 
     def _leave(self, code: int = EXIT_PEER_GONE, seconds: float | None = None) -> None:
         time.sleep(GRACE if seconds is None else seconds)
+        abort_stopped(code)
         self._exit(code)
         self._stop.set()
 

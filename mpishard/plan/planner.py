@@ -208,6 +208,10 @@ class Planner:
             shares_gathered=job.shares_gathered,
         )
 
+    def shares(self, ranks: int) -> bool:
+        """Whether so many ranks share what they gather."""
+        return self._world(self.settings("full_shard", ranks, self.job.micro_batch), ranks).sharers > 1
+
     @cached_property
     def _ops_bytes(self) -> int:
         """What the backend holds for itself."""

@@ -208,6 +208,10 @@ def plan_job(
             f"the global batch cannot be dealt evenly to {', '.join(f'{count:,}' for count in uneven)} ranks; they are "
             "planned with one micro-batch each"
         )
+    if devices and any(planner.shares(each.ranks) for each in found):
+        notes.append(
+            "planned on the CPUs of a node, whose ranks share what they gather; --set device.kind=cuda plans GPUs"
+        )
     return Plan(
         number,
         described or {},

@@ -386,6 +386,9 @@ class Config(_Section):
                 f"shard.offload is {self.shard.offload} and device.kind is cpu, where all memory is the host's; "
                 "leave shard.offload at none, or compute on a GPU"
             )
+        if (traced := traced_steps(self.debug.trace)) and traced[0] >= self.train.steps:
+            steps = f"train.steps is {self.train.steps}"
+            raise ConfigError(f"debug.trace is {self.debug.trace} and {steps}; name steps below that, counted from 0")
         if self.train.sample and self.model.vocabulary != 256:
             raise ConfigError(
                 f"train.sample is {self.train.sample} and model.vocabulary is {self.model.vocabulary}; "

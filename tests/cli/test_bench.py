@@ -60,7 +60,12 @@ def test_what_cannot_be_measured_is_refused(refused, arguments, message):
     [
         ("--preset tiny --steps 0", "--steps is 0; it must be 1 to 10000"),
         ("--preset tiny --transports mpi:native", "--transports: mpi:native claims no bits and trains nothing"),
+        ("--preset tiny --transports node:shared", "--transports: node:shared is an all-gather, which training over"),
+        ("--preset tiny --transports mpi:ring", "--transports: mpi:ring adds up in an order of its own"),
         ("--preset tiny --transports a", "transport 'a' is not known"),
+        ("--preset tiny --transports mpi,hierarchical", "comm.transport is hierarchical, which adds up inside"),
+        ("--preset tiny --set comm.transport=node", "comm.transport is node, and bench step has --transports for it"),
+        ("--preset tiny --set comm.algorithm=ring --set comm.transport=mpi", "comm.transport is mpi, and bench step"),
         ("--preset none", "none"),
         ("--preset tiny", "bench step is for 2 ranks or more, and this is one alone"),
     ],

@@ -134,7 +134,7 @@ def test_more_ranks_divide_the_state(plan):
 
 
 def test_the_keys_of_the_json(plan):
-    found = plan("--preset", "tiny", "--ranks", "4,2,3")
+    found = plan("--preset", "tiny", "--ranks", "4,2,3", "--set", "comm.share_gathered=false")
     assert list(found) == [
         "parameters", "assumed", "assumed_sizes", "assumed_fields", "settings", "model_state_bytes", "ranks",
         "per_rank", "by_ranks", "micro_batch_strategy", "devices", "notes",
@@ -305,7 +305,8 @@ def test_ranks_need_not_divide_the_batch(plan, call):
     found = plan("--preset", "tiny", "--ranks", "5,6", "--device", "A100-40GB")
     assert [(each["micro_batches"], each["dealt"]) for each in found["by_ranks"]] == [(1, False), (2, True)]
     assert found["notes"] == [
-        "the global batch cannot be dealt evenly to 5 ranks; they are planned with one micro-batch each"
+        "the global batch cannot be dealt evenly to 5 ranks; they are planned with one micro-batch each",
+        "planned on the CPUs of a node, whose ranks share what they gather; --set device.kind=cuda plans GPUs",
     ]
     _, out, _ = call("--preset", "tiny", "--ranks", "5")
     assert f"note: {found['notes'][0]}" in out.splitlines()

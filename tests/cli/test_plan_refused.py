@@ -25,6 +25,16 @@ def call(capsys, monkeypatch):
     return call
 
 
+def test_a_transport_of_one_host(call):
+    code, out, err = call(*SMALL, "--set", "comm.transport=node", "--ranks", "4,16")
+    assert (code, out) == (2, "")
+    assert err == (
+        "mpishard: comm.transport is node, which is one host, and --ranks is 4,16 on nodes of 8; leave it at auto, or "
+        "say --ranks-per-node\n"
+    )
+    assert call(*SMALL, "--set", "comm.transport=node", "--ranks", "16", "--ranks-per-node", "16")[0] == 0
+
+
 # --- the picture
 
 

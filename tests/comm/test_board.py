@@ -107,3 +107,15 @@ def test_releases_are_counted() -> None:
     other.release()
     thread.join(5)
     assert returned
+
+
+def test_more_than_there_are_places_for_are_refused() -> None:
+    one, other = boards(2)
+    for _ in range(_PLACES):
+        one.begin(1)
+        other.begin(1)
+    with pytest.raises(CommError, match=f"{_PLACES} collectives are in flight"):
+        one.begin(1)
+    one.end(0)
+    other.end(0)
+    assert one.begin(1) == _PLACES

@@ -126,6 +126,12 @@ def test_a_stopped_rank_is_late_then_a_silent_one_then_the_hindmost() -> None:
     assert late([standing(0, 9, stopped=True), ranks[1], standing(2, 8, stack="")]) == ([0], "its process is stopped")
 
 
+def test_of_who_cannot_say_the_least_time_is_told(tmp_path: Path) -> None:
+    lines = report([standing(0, 9), standing(1, 9, stopped=True)], 300, tmp_path)
+    assert "rank 1 is late: in step 4, in Await(h.9), for at least 7 s; its process is stopped" in lines[0]
+    assert "  rank 0 (host n1, pid 10): in step 4, in Await(h.9), for 7 s" in lines
+
+
 def test_the_report_tells_of_every_rank_the_late_one_first(tmp_path: Path) -> None:
     lines = report([standing(0, 9), standing(1, 7), standing(2, 9)], 300, tmp_path)
     assert lines[0] == (

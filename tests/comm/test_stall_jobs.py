@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_rank_that_moves_no_more_is_named_and_ends_the_job(what: str, tmp_path
     # MPICH's launcher may report the SIGKILL by which it ends the other ranks instead.
     assert started.returncode in (EXIT_STALLED, 9), printed
     how = "its process is stopped" if what == "stop" else r"it is \d+ operations? behind the furthest"
-    first = r"mpishard: no rank has made progress for 2 s; rank 1 is late: in step 3, in Forward\(embed\), for \d+ s; "
+    first = r"mpishard: no rank has made progress for 2 s; rank 1 is late: in step 3, in Forward\(embed\), "
+    first += r"for (at least )?\d+ s; "
     assert len(re.findall(first + how, printed)) == 1, printed
     for rank, pid in enumerate(pids):
         assert re.search(rf"rank {rank} \(host \S+, pid {pid}\): (stopped )?in step 3, in \w+\(", printed), printed
@@ -77,7 +79,10 @@ def test_a_rank_that_moves_no_more_is_named_and_ends_the_job(what: str, tmp_path
     assert "exit code 4; look at rank 1 first" in printed
     why = (tmp_path / "why").read_text(encoding="utf-8")
     assert why in printed
-    assert not any(lives(pid) for pid in pids)
+    until = time.monotonic() + 10  # a launcher that was asked to end them does not wait
+    while any(lives(pid) for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_long_computation_is_no_standstill(tmp_path: Path) -> None:
@@ -107,7 +112,7 @@ def test_a_run_of_the_program_whose_rank_is_stopped_or_killed_ends(fate: signal.
         printed, _ = end_of(started, 40)
     assert started.returncode != 0
     if fate == signal.SIGSTOP:
-        place = r"rank 2 is late: in step \d+, in \w+(\([\w., ]+\))?, for \d+ s; its process is stopped"
+        place = r"rank 2 is late: in step \d+, in \w+(\([\w., ]+\))?, for at least \d+ s; its process is stopped"
         assert re.search(place, printed), printed
     else:
         place = rf"rank 2 \(host \S+, pid {victim.pid}, in step \d+, last operation \w+(\([\w., ]+\))?\) is gone; "

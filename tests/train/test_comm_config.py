@@ -20,6 +20,10 @@ MESSAGES = [
         "by_node, or use transport mpi",
     ),
     (
+        ["debug.trace=10-12", "train.steps=3"],
+        "debug.trace is 10-12 and train.steps is 3; name steps below that, counted from 0",
+    ),
+    (
         ["comm.transport=mpi", "comm.algorithm=tree"],
         "comm.algorithm is tree and comm.transport is mpi; only transport hierarchical has it: leave comm.algorithm at "
         "auto, or set comm.transport to hierarchical",

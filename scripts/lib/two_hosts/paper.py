@@ -47,4 +47,4 @@ def on_paper(events: Sequence[Event]) -> Paper:
 def ceiling(events: Sequence[Event]) -> float:
     """Return the largest share of the communication that the schedule can hide; 1 where there is none."""
     carried = sum(event.seconds for event in events if event.kind in ("start", "meet"))
-    return 1 - sum(on_paper(events).waits.values()) / carried if carried else 1.0
+    return max(0.0, 1 - sum(on_paper(events).waits.values()) / carried) if carried else 1.0
