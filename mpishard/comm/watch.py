@@ -274,7 +274,7 @@ class Watch:
         else:
             peer.quiet += 1
             if self._silence and peer.quiet * TICK >= self._silence:
-                self._end(peer.rank, f"has given no sign of life for {self._silence:g} s")
+                self._end(peer.rank, f"has given no sign of life for {self._silence:g} s", asks=True)
 
     def _hear(self) -> None:
         """Read what others have found."""
@@ -295,13 +295,13 @@ class Watch:
 
     # --- the end
 
-    def _end(self, rank: int, what: str) -> None:
+    def _end(self, rank: int, what: str, *, asks: bool = False) -> None:
         """Print one line, unless another rank has, and end this process."""
         text = f"mpishard: {self._describe(rank, what)}\n"
         if self._claims():
             self._say(text)
             self._tell(_GONE, rank)
-        self._leave()
+        self._leave(asks=asks)
 
     def _say(self, text: str) -> None:
         os.write(2, text.encode(errors="replace"))  # sys.stderr may be locked for ever
@@ -318,9 +318,11 @@ class Watch:
                 text = self._describe(rank, "is gone")
             self._say(f"mpishard: {text}\n")
 
-    def _leave(self, code: int = EXIT_PEER_GONE, seconds: float | None = None) -> None:
+    def _leave(self, code: int = EXIT_PEER_GONE, seconds: float | None = None, *, asks: bool = False) -> None:
+        """End this process; ``asks``: the launcher too, which may have to end one that is stopped."""
         time.sleep(GRACE if seconds is None else seconds)
-        abort_stopped(code)
+        if asks:
+            abort_stopped(code)
         self._exit(code)
         self._stop.set()
 
@@ -331,7 +333,7 @@ class Watch:
             self._record.beat(True)
         if told or not self._claims():
             self._await_report()
-            self._leave(EXIT_STALLED, GRACE / 4)
+            self._leave(EXIT_STALLED, GRACE / 4, asks=True)
             return
         self._tell(_STALLED, self._comm.rank)
         time.sleep(GRACE)
@@ -339,7 +341,7 @@ class Watch:
         lines = report(read_standings(self.folder, self._comm.size, quiet), self._limit, self.folder)
         self._say("\n".join(lines) + "\n")
         self._tell(_TOLD, self._comm.rank)
-        self._leave(EXIT_STALLED, GRACE / 4)
+        self._leave(EXIT_STALLED, GRACE / 4, asks=True)
 
     def _await_report(self) -> None:
         """Return when the report was printed, or its time is over: the first rank that leaves may end them all."""
