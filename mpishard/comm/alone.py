@@ -2,7 +2,8 @@
 
 It answers collectives from what this rank has, as if every rank had sent the same: an all-gather fills every rank's
 place, a reduce-scatter sums as many blocks as there are ranks, through the scratch of the transport that it stands
-for. So a rank of a job of 1024 takes all its memory and runs its step on one machine; its numbers mean nothing.
+for. So a rank of a job of 1024 takes all its memory and runs its step on one machine; its numbers mean nothing. Where
+ranks share what they gather, it counts its part of that, and holds what its peers would.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from mpishard.array.dtypes import Array, DType, overlap
+from mpishard.array.dtypes import DTYPES, Array, DType, overlap
 from mpishard.array.numpy_ops import NumpyOps
 from mpishard.array.ops import Ops
 from mpishard.comm.base import Collective, Communicator, Tally, Work
 from mpishard.comm.dry import Pretended
 from mpishard.comm.partials import Partials
 from mpishard.comm.pieces import Pieces
+from mpishard.comm.pool import Pool
 from mpishard.comm.scratch import Scratch
 
 __all__ = ["AloneCommunicator"]
@@ -85,6 +87,7 @@ class AloneCommunicator(Pretended):
     def _set_up(self, rank: int, nodes: Sequence[int], ops: Ops, rule: Scratch, adds: Ops) -> None:
         super().__init__(rank, nodes, ops)
         self._rule, self._adds = rule, adds
+        self.shares_gathered = True
 
     @property
     def scratch_rule(self) -> Scratch:
@@ -101,6 +104,21 @@ class AloneCommunicator(Pretended):
                 self.ops.copy(shard, place)
 
         return _AloneCollective(tally, nbytes, run)
+
+    def pool(self, nbytes: int) -> Pool:
+        """Return memory of all sharers; this process holds the parts of those that are not there, too."""
+        if self.sharers == 1:
+            return super().pool(nbytes)
+        return Pool(self.ops.empty(nbytes, DTYPES["uint8"]), self._bind_pooled)
+
+    def _bind_pooled(self, shard: Array, out: Array) -> Collective:
+        places = out.reshape(self.size, shard.size)
+
+        def run(add: bool) -> None:
+            for place in places:
+                self.ops.copy(shard, place)
+
+        return _AloneCollective(self._tallies["all_gather"], shard.size * out.itemsize * (self.size - 1), run)
 
     def _bind_reduce_scatter(
         self, full: Array, out: Array, scratch: Array | None, wire: DType, tally: Tally, nbytes: int

@@ -67,7 +67,8 @@ def test_the_memory_is_that_of_a_rank_of_so_many(tmp_path):
     assert held[2]["saved"] == held[64]["saved"]
 
 
-@pytest.mark.parametrize("transport", ["mpi", "node"])
+# No id is "mpi": pytest-mpi would take it for its mark, and skip.
+@pytest.mark.parametrize("transport", ["mpi", "node"], ids=["messages", "memory"])
 def test_the_memory_is_that_of_a_real_rank(tmp_path, transport):
     """Rank 1 of 2 holds the same, to the byte."""
     (tmp_path / "real").mkdir()
