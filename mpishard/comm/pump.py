@@ -34,8 +34,8 @@ Post = Callable[[], list[MPI.Request]]
 #: Seconds between tests while nobody stands still: first, after something was posted or has arrived, and at most;
 #: each pause is _GROWTH times the one before. Ranks that begin a transfer answer each other in short turns; then
 #: what lies in the sockets' buffers keeps a network busy. A test costs the computation 20 to 30 us of its core, nearly
-#: all for waking up: at 0.2 ms throughout a tenth of a core, at 1 ms 3 % of it, which was half of what it then cost to
-#: communicate over a link of 175 Mbit/s.
+#: all for waking up: at 0.2 ms throughout a tenth of a core. Over a link of 175 Mbit/s communicating took 10 % of its
+#: own time from the computation with 1 ms, and 7 to 8 % with 3 ms.
 _IDLE, _IDLE_MOST, _GROWTH = 2e-4, 3e-3, 1.5
 #: While somebody stands still: tests in a row, then seconds between tests, which grow up to _IDLE.
 _SPINS = 100
